@@ -1,0 +1,1 @@
+"""A starter for PyTorch projects on Lightning."""

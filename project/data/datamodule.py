@@ -1,0 +1,264 @@
+"""The LightningDataModule: ties a source, its order and its shares to what the Trainer was asked for."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from project.data.order import Part, RowOrder
+from project.data.sources import Source
+from project.data.stream import Shares, Stream, Windows
+
+log = logging.getLogger("project")
+PARTS = ("train", "val", "test")
+
+
+class StreamDataModule(L.LightningDataModule):
+    """Streams rows in chunks: each row once, in an order that devices, workers and batch sizes cannot change.
+
+    Args:
+        source: Rows to learn from: a length and ``read(rows)``. Cut by ``split`` unless the parts have a source each.
+        val_source: Rows to validate on, instead of a part of ``source``.
+        test_source: Rows to test on, instead of a part of ``source``.
+        predict_source: Rows to predict, instead of all rows of ``source``.
+        split: Shares of ``source`` for training, validation and test; they sum to at most 1.
+        split_seed: Seed of the cut; the run's own seed never moves a row to another part.
+        batch_size: Rows per device and micro-batch. Effective batch = this x devices x accumulate_grad_batches.
+        eval_batch_size: Rows per device and batch of evaluation and prediction; never changes a score.
+        chunk_size: Rows a device reads and moves at once, rounded up to whole micro-batches.
+        num_workers: Processes that read ahead; they never change a result.
+        shuffle: A new order of the training rows in every epoch; False keeps the order of the source.
+        drop_last: Leave out the incomplete last effective batch of an epoch, and say how many rows it had.
+
+    Raises:
+        ValueError: In ``check`` and ``setup``, when there are too few rows for what was asked.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        val_source: Source | None = None,
+        test_source: Source | None = None,
+        predict_source: Source | None = None,
+        split: tuple[float, float, float] = (0.8, 0.1, 0.1),
+        split_seed: int = 0,
+        batch_size: int = 64,
+        eval_batch_size: int = 4096,
+        chunk_size: int = 65536,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("chunk_size", chunk_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < least:
+                raise ValueError(f"--data.{name} {value}: expected a whole number of at least {least}.")
+        if min(split) < 0 or sum(split) > 1 + 1e-9:
+            raise ValueError(
+                f"--data.split {list(split)}: expected three shares, each at least 0, that sum to at most 1."
+            )
+        self.source, self.predict_source = source, predict_source
+        self.own_sources = {"val": val_source, "test": test_source}
+        self.split, self.split_seed = split, split_seed
+        self.batch_size, self.eval_batch_size, self.chunk_size = batch_size, eval_batch_size, chunk_size
+        self.num_workers, self.shuffle, self.drop_last = num_workers, shuffle, drop_last
+        self.train_stream: Stream | None = None
+
+    # ---- what the rows are
+
+    @property
+    def in_features(self) -> int:
+        """Number of input columns: the model's input size follows from it."""
+        stated = getattr(self.source, "in_features", None)
+        return int(stated) if stated is not None else self.source.read(torch.zeros(1, dtype=torch.int64))[0].shape[-1]
+
+    def sources(self) -> list[Source]:
+        return [s for s in (self.source, *self.own_sources.values(), self.predict_source) if s is not None]
+
+    def part(self, name: str) -> tuple[Source, Part]:
+        """The source and the rows of it that make up "train", "val", "test" or "predict"."""
+        if name == "predict":
+            source = self.predict_source or self.source
+        else:
+            source = self.own_sources.get(name) or self.source
+        if name == "predict" or self.own_sources.get(name):
+            return source, Part(len(source), 0.0, 1.0)
+        shares = [0.0 if self.own_sources.get(p) else share for p, share in zip(PARTS, self.split, strict=True)]
+        i = PARTS.index(name)
+        low = sum(shares[:i])
+        # "1 - 1e-9" sums such as 0.8 + 0.1 + 0.1 must not lose the last row
+        return source, Part(len(source), low, min(1.0, round(low + shares[i], 9)), self.split_seed)
+
+    def prepare_data(self) -> None:
+        for source in self.sources():
+            prepare: Callable[[], None] | None = getattr(source, "prepare", None)
+            if prepare is not None:
+                prepare()
+
+    # ---- what the Trainer asks of them
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a micro-batch over all ranks."""
+        assert self.trainer is not None
+        return self.batch_size * self.trainer.world_size
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows of an optimizer step over all ranks and accumulated micro-batches."""
+        assert self.trainer is not None
+        return self.micro_rows * self.trainer.accumulate_grad_batches
+
+    def setup(self, stage: str) -> None:
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)  # what seed_everything leaves, for all ranks alike
+        self.check(stage)
+
+    def check(self, stage: str) -> None:
+        """Refuse data that cannot do what ``stage`` ("fit", "validate", "test", "predict") asks.
+
+        Raises:
+            ValueError: Naming the rows found, the sizes, and the flag that helps.
+        """
+        trainer = self.trainer
+        assert trainer is not None
+        if stage == "fit":
+            source, part = self.part("train")
+            rows, effective = len(part), self.effective_batch
+            sizes = f"{effective} = {self.batch_size} rows x {trainer.world_size} devices x {trainer.accumulate_grad_batches}"
+            if rows < trainer.world_size:
+                raise ValueError(
+                    f"Too little data: {rows} training rows of {len(source)} for {trainer.world_size} devices.\n"
+                    "Give more rows (--data.source, --data.split) or fewer --devices."
+                )
+            if rows < effective and self.drop_last:
+                raise ValueError(
+                    f"Too little data: {rows} training rows of {len(source)} are fewer than one effective batch of {sizes}."
+                    "\nUse --data.drop_last false to train on an incomplete batch, or a smaller --data.batch_size."
+                )
+            self._check_limits()
+        wanted = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}[stage]
+        if not len(self.part(wanted)[1]) and not (stage == "fit" and self._absent("val")):
+            source, _ = self.part(wanted)
+            remedy = (
+                f"--data.split (now {list(self.split)}), --data.{wanted}_source"
+                if stage != "predict"
+                else "--data.source"
+            )
+            raise ValueError(
+                f"No rows to {stage if stage != 'fit' else 'validate on'}: 0 of {len(source)} rows.\nSee {remedy}."
+            )
+
+    def _absent(self, name: str) -> bool:
+        """The user asked for no such part: a share of 0 and no source of its own."""
+        return self.split[PARTS.index(name)] == 0 and not self.own_sources.get(name)
+
+    def _check_limits(self) -> None:
+        """A limit that cuts an accumulation window would step on too few rows: refuse whole numbers, round fractions."""
+        trainer = self.trainer
+        assert trainer is not None
+        window, limit, length = trainer.accumulate_grad_batches, trainer.limit_train_batches, len(self.shares("train"))
+        if window == 1 or trainer.fast_dev_run or limit in (1.0, None):
+            return
+        batches = limit if isinstance(limit, int) else int(length * limit)
+        if batches >= length or batches % window == 0:
+            return
+        if isinstance(limit, int):
+            raise ValueError(
+                f"--limit_train_batches {limit} cuts an accumulation window of {window} micro-batches.\n"
+                f"Use a multiple, such as {max(window, limit // window * window)}."
+            )
+        trainer.limit_train_batches = max(window, batches // window * window)
+        log.info("--limit_train_batches %s: rounded to %d whole windows", limit, trainer.limit_train_batches // window)
+
+    def shares(self, name: str) -> Shares:
+        """Which positions of the part are whose, for this rank."""
+        trainer = self.trainer
+        assert trainer is not None
+        rows, world, rank = len(self.part(name)[1]), trainer.world_size, trainer.global_rank
+        if name != "train":
+            return Shares(0, rows, self.eval_batch_size, world, rank)
+        full = rows // self.effective_batch * self.effective_batch
+        tail = 0 if self.drop_last else rows - full
+        return Shares(full, tail, self.batch_size, world, rank, trainer.accumulate_grad_batches)
+
+    def windows(self, name: str) -> Windows:
+        """The reader of a part's rows for this rank; also tells the row numbers of any micro-batch."""
+        trainer = self.trainer
+        assert trainer is not None
+        source, part = self.part(name)
+        shuffle = name == "train" and self.shuffle and not trainer.overfit_batches
+        order = RowOrder(len(part), self.seed, shuffle, getattr(source, "block", None))
+        device = trainer.strategy.root_device
+        on_device = device.type != "cpu" and getattr(source, "on_device", False)
+        return Windows(source, part, order, self.shares(name), name == "train", device if on_device else None)
+
+    def _stream(self, name: str, position: Callable[[], tuple[int, int]]) -> Stream:
+        assert self.trainer is not None
+        windows, device = self.windows(name), self.trainer.strategy.root_device
+        workers = self.num_workers if windows.device is None else 0
+        return Stream(windows, device, self.chunk_size, workers, position)
+
+    def train_dataloader(self) -> Stream:
+        self.train_stream = self._stream("train", self._position)
+        return self.train_stream
+
+    def val_dataloader(self) -> Stream | list[Stream]:
+        return self._stream("val", lambda: (0, 0)) if len(self.part("val")[1]) else []
+
+    def test_dataloader(self) -> Stream:
+        return self._stream("test", lambda: (0, 0))
+
+    def predict_dataloader(self) -> Stream:
+        return self._stream("predict", lambda: (0, 0))
+
+    @property
+    def loss_weight(self) -> float:
+        """What the loss of the current training micro-batch is multiplied by (``Shares.weight``)."""
+        return self.train_stream.weight if self.train_stream is not None else 1.0
+
+    def rows(self, name: str, batch_idx: int, epoch: int = 0) -> Tensor:
+        """Row numbers in the source of this rank's micro-batch, for messages, logs and predictions (int64, CPU)."""
+        windows = self.windows(name)
+        low, high = windows.shares.span(batch_idx)
+        return windows.rows(epoch, batch_idx, batch_idx + 1)[: high - low]
+
+    def inputs(self, name: str) -> Iterator[Tensor]:
+        """This rank's stretch of a part's inputs x, unshuffled, a chunk at a time, on the CPU."""
+        trainer, (source, part) = self.trainer, self.part(name)
+        assert trainer is not None
+        first, end = (len(part) * r // trainer.world_size for r in (trainer.global_rank, trainer.global_rank + 1))
+        for at in range(first, end, self.chunk_size):
+            yield source.read(part.rows(torch.arange(at, min(at + self.chunk_size, end))))[0]
+
+    # ---- where training stands
+
+    def _position(self) -> tuple[int, int]:
+        epoch, rows = self.position()
+        return epoch, rows // self.micro_rows
+
+    def position(self) -> tuple[int, int]:
+        """(epoch, rows of it that are in the weights): everything up to the last optimizer step."""
+        trainer = self.trainer
+        assert trainer is not None
+        epoch, batch = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+        if epoch.processed == epoch.started or trainer.state.fn != TrainerFn.FITTING:
+            return epoch.processed, 0
+        window = trainer.accumulate_grad_batches
+        done = batch.processed
+        if done < trainer.num_training_batches:
+            done = done // window * window  # the gradients of an unfinished window are not in the weights
+        return epoch.processed, done * self.micro_rows
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch, rows = self.position()
+        return {"epoch": epoch, "rows": rows, "effective_batch": self.effective_batch, "seed": self.seed}

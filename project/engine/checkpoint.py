@@ -1,0 +1,171 @@
+"""Checkpoint files: when they are written, which is the best, and that each is complete or absent."""
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, flushes to disk, renames: a file under its final name is always whole."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(target.name + ".tmp")
+        try:
+            with open(unfinished, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, target)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+class Checkpoints(Checkpoint):
+    """Keeps ``last.ckpt`` and the best ones: at every validation, every so often, and whenever training ends.
+
+    Options bear the names they have in Lightning's ModelCheckpoint. Weights that are not finite never become ``last``, a
+    score that is not finite is never the best.
+
+    Args:
+        monitor: Logged value that decides which checkpoints are the best.
+        mode: Whether the best value is the smallest ("min") or the largest ("max").
+        save_top_k: How many of the best to keep beside ``last.ckpt``; 0 keeps none, -1 all.
+        every_n_train_steps: Also save ``last.ckpt`` every so many optimizer steps.
+        train_time_interval: Also save ``last.ckpt`` whenever this much time has passed.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val/loss",
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = timedelta(minutes=10),
+    ) -> None:
+        self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
+        self.every_n_train_steps, self.train_time_interval = every_n_train_steps, train_time_interval
+        self.dirpath: Path | None = None
+        self.best: dict[str, float] = {}  # file name → score, the best first
+        self._saved_step = -1
+        self._saved_time = 0.0
+
+    # ---- where things are
+
+    @property
+    def last_path(self) -> str:
+        """``last.ckpt``, or "" before the first save."""
+        return str(self._path("last.ckpt")) if self._saved_step >= 0 else ""
+
+    @property
+    def best_path(self) -> str:
+        """The best checkpoint, or "" if no score was seen."""
+        return str(self._path(next(iter(self.best)))) if self.best else ""
+
+    def _path(self, name: str) -> Path:
+        assert self.dirpath is not None
+        return self.dirpath / name
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.dirpath = Path(
+                trainer.strategy.broadcast(str(self.dirpath or Path(trainer.default_root_dir, "checkpoints")))
+            )
+
+    # ---- when
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved_time = time.monotonic()
+        self._saved_step = trainer.global_step if trainer.ckpt_path else -1
+        self._first_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, every = trainer.global_step, self.every_n_train_steps
+        if step == self._saved_step:
+            return
+        if every and step % every == 0 and step > self._first_step:
+            self.save(trainer)
+        elif self.train_time_interval and (batch_idx + 1) % (trainer.log_every_n_steps or 50) == 0:
+            # all ranks save or none: rank 0's clock decides, asked at every report only
+            late = time.monotonic() - self._saved_time >= self.train_time_interval.total_seconds()
+            if trainer.strategy.broadcast(late):
+                self.save(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.save(trainer, scored=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step != self._saved_step:
+            self.save(trainer)
+
+    # ---- what
+
+    def save(self, trainer: L.Trainer, scored: bool = False) -> None:
+        """Write ``last.ckpt``; with a score at hand, keep it among the best if it is one. All ranks take part."""
+        if trainer.fast_dev_run or not self._finite(trainer):
+            return
+        dropped: list[str] = []
+        name = ""
+        if scored and self.save_top_k:
+            name, dropped = self._rank(trainer)
+        self._saved_step, self._saved_time = trainer.global_step, time.monotonic()
+        last = self._path("last.ckpt")
+        trainer.save_checkpoint(last)
+        if name:
+            self._keep(trainer, last, self._path(name))
+        if trainer.is_global_zero:
+            for old in dropped:
+                with contextlib.suppress(FileNotFoundError):  # the user may have moved it
+                    self._path(old).unlink()
+
+    def _finite(self, trainer: L.Trainer) -> bool:
+        fine = all(
+            bool(torch.isfinite(p).all()) for p in trainer.lightning_module.parameters() if p.is_floating_point()
+        )
+        return trainer.strategy.reduce_boolean_decision(fine, all=True)
+
+    def _rank(self, trainer: L.Trainer) -> tuple[str, list[str]]:
+        """The name to keep the checkpoint under if its score is among the best, and the names that it displaces."""
+        score = float(trainer.callback_metrics.get(self.monitor, torch.nan))
+        if score != score or abs(score) == float("inf"):
+            return "", []
+        name = f"best-step={trainer.global_step}.ckpt"
+        ranked = sorted({**self.best, name: score}.items(), key=lambda item: item[1], reverse=self.mode == "max")
+        kept = ranked if self.save_top_k < 0 else ranked[: self.save_top_k]
+        dropped = [n for n, _ in ranked if n not in dict(kept) and n != name]
+        self.best = dict(kept)
+        return (name if name in self.best else ""), dropped
+
+    def _keep(self, trainer: L.Trainer, last: Path, path: Path) -> None:
+        """The file just written under a second name, without a second write where the disk can do that."""
+        linked = False
+        if trainer.is_global_zero and last.is_file():
+            unfinished = path.with_name(path.name + ".tmp")
+            with contextlib.suppress(OSError):  # no hard links on this disk: write again
+                unfinished.unlink(missing_ok=True)
+                os.link(last, unfinished)
+                os.replace(unfinished, path)
+                linked = True
+        if not trainer.strategy.broadcast(linked):
+            trainer.save_checkpoint(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"monitor": self.monitor, "mode": self.mode, "best": dict(self.best)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self.mode) and self.dirpath is not None:
+            self.best = {n: s for n, s in state_dict["best"].items() if self._path(n).exists()}

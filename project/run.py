@@ -1,0 +1,107 @@
+"""The run folder: one per job, chosen by rank 0, never shared and never overwritten unasked."""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from project.usage import UsageError
+
+
+class Run:
+    """The folder of one job, reserved at once so that no other job can choose it.
+
+    Args:
+        folder: The folder, exactly; None picks ``runs/<name>/<time>``.
+        name: The experiment's name.
+
+    Raises:
+        UsageError: If the folder has something in it, or cannot be made.
+    """
+
+    def __init__(self, folder: str | None, name: str) -> None:
+        self._made: list[Path] = []
+        try:
+            self.folder = self._given(Path(folder)) if folder else self._new(Path("runs", name))
+        except OSError as e:
+            raise UsageError(f"--run_dir {folder or Path('runs', name)}: cannot make it: {e.strerror}.") from None
+
+    def _given(self, folder: Path) -> Path:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(
+                f"--run_dir {folder} exists and is not empty: nothing in it is overwritten. Choose another folder."
+            )
+        self._make(folder)
+        return folder
+
+    def _new(self, parent: Path) -> Path:
+        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+            folder = parent / f"{now}{suffix}"
+            if not folder.exists():
+                self._make(parent)
+                try:
+                    folder.mkdir()  # fails if another job has just made it
+                except FileExistsError:
+                    continue
+                self._made.append(folder)
+                return folder
+        raise FileExistsError(0, "too many runs in one second", str(parent))
+
+    def _make(self, folder: Path) -> None:
+        if not folder.is_dir():
+            self._make(folder.parent)
+            folder.mkdir(exist_ok=True)
+            self._made.append(folder)
+
+    def discard(self) -> None:
+        """Take back the folders made for a run that never began; what has anything in it stays."""
+        for folder in reversed(self._made):
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+    def record(self, config: str, environment: dict[str, Any]) -> None:
+        """Write ``config.yaml`` and ``environment.json``."""
+        (self.folder / "config.yaml").write_text(config)
+        (self.folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def environment(devices: str) -> dict[str, Any]:
+    """What one must know to run a job again: versions, devices, git revision, command."""
+    packages = ("torch", "lightning", "torchmetrics", "jsonargparse", "pyarrow", "numpy")
+    return {
+        "command": shlex.join(sys.argv),
+        "folder": os.getcwd(),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "git": _git(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {p: version(p) for p in packages},
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _git() -> dict[str, Any] | None:
+    try:
+        where = Path(__file__).parent
+
+        def git(*args: str) -> str:
+            return subprocess.run(
+                ("git", *args), cwd=where, capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
+
+        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):  # not a checkout, or no git
+        return None

@@ -1,0 +1,76 @@
+"""What a run says before its first step and after its last."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from project.data.datamodule import PARTS, StreamDataModule
+from project.engine.checkpoint import Checkpoints
+from project.engine.report import peak_memory
+
+
+def say_start(
+    folder: Path,
+    devices: str,
+    model: L.LightningModule,
+    data: L.LightningDataModule,
+    trainer: L.Trainer,
+    command: str,
+    checkpoints: Checkpoints | None,
+) -> None:
+    """The lines at the start: device, model, batch, rows, checkpoints, run folder."""
+    net = getattr(model, "net", model)
+    parameters = sum(p.numel() for p in net.parameters())
+    print(f"device      {devices}")
+    print(f"model       {type(net).__name__}, {parameters:,} parameters")
+    if not isinstance(data, StreamDataModule):
+        print(f"data        {type(data).__name__}: who reads which row, and resuming exactly, are up to it")
+    else:
+        if command == "fit":
+            sizes = data.batch_size, trainer.world_size, trainer.accumulate_grad_batches
+            print(
+                "batch       {} effective = {} rows x {} devices x {} accumulated".format(data.effective_batch, *sizes)
+            )
+        parts = PARTS if command == "fit" else ({"validate": "val"}.get(command, command),)
+        print("rows        " + ", ".join(f"{len(data.part(p)[1]):,} {p}" for p in parts))
+    if checkpoints is not None:
+        best = "best" if checkpoints.save_top_k == 1 else f"{checkpoints.save_top_k} best"
+        print(f"checkpoints the {best} by {checkpoints.monitor} ({checkpoints.mode}) and last.ckpt")
+    print(f"run folder  {folder}", flush=True)
+
+
+def say_scores(scores: Mapping[str, float]) -> None:
+    """Metrics by stage, one a line."""
+    names = [n for n in scores if n.partition("/")[0] in PARTS]
+    for name in sorted(names, key=lambda n: (PARTS.index(n.partition("/")[0]), n)):
+        print(f"  {name:<20}{scores[name]:.6g}")
+
+
+def say_end(
+    folder: Path, steps: int, rows: str, tested: str, scores: dict[str, float], seconds: float, device: torch.device
+) -> None:
+    """The lines at the end: what was trained and tested, scores, time, where everything is."""
+    print(f"trained     {steps:,} optimizer steps; {rows}")
+    print(f"tested      {tested}")
+    epoch_loss = scores.pop("train/epoch_loss", None)
+    say_scores(scores if epoch_loss is None else {**scores, "train/loss": epoch_loss})
+    print(f"time        {seconds:.1f} s; peak memory {peak_memory(device)}")
+    print(f"results     {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())), flush=True)
+
+
+def rows_words(data: L.LightningDataModule) -> str:
+    """How many training rows an epoch used, and how many it left out."""
+    if not isinstance(data, StreamDataModule) or data.train_stream is None:
+        return "rows as the data gave them"
+    shares, rows = data.train_stream.windows.shares, data.train_stream.windows.order.n
+    used = shares.full + shares.tail
+    return f"{used:,} of {rows:,} rows used an epoch, {rows - used:,} dropped (an incomplete effective batch)"
+
+
+def has_test(data: L.LightningDataModule) -> bool:
+    """Whether there is anything to test on."""
+    if isinstance(data, StreamDataModule):
+        return len(data.part("test")[1]) > 0
+    return type(data).test_dataloader is not L.LightningDataModule.test_dataloader
