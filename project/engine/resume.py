@@ -1,0 +1,160 @@
+"""Exact resume: from a checkpoint saved at any moment, training goes on as if it had never stopped.
+
+What the weights contain is a position, (epoch, rows up to the last optimizer step). ``StreamDataModule`` starts a pass
+there; this callback stores it, makes Lightning's own counters agree with it on loading, and seeds each micro-batch from
+(seed, epoch, micro-batch, rank), so that dropout and the like need no stored state.
+
+The loop counters in a checkpoint (``checkpoint["loops"]["fit_loop"]``) are Lightning's private format. Everything that
+knows it stands in ``_rewrite_counters``; ``tests/test_resume.py`` sweeps every hook at which a checkpoint can be saved.
+"""
+
+import random
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+from project.data.datamodule import StreamDataModule
+from project.data.order import key
+
+KEY = "progress"
+
+
+class Resume(L.Callback):
+    """Stores where training stands, and continues there exactly.
+
+    Another number of devices, micro-batch or accumulation is fine while the effective batch stays; anything that would
+    change which rows are learned from is refused.
+
+    Args:
+        allow_changed: Resume even so; rows may then repeat or be missed in the epoch that was cut.
+
+    Raises:
+        ValueError: When loading a checkpoint whose effective batch, data or seed differ, with a list saved → now.
+    """
+
+    def __init__(self, allow_changed: bool = False) -> None:
+        self.allow_changed = allow_changed
+
+    # ---- random numbers
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self._seed = getattr(data, "seed", 0)
+        self._generators = [torch.default_generator]
+        device = trainer.strategy.root_device
+        if device.type == "cuda":  # pragma: cuda
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        seed = key(self._seed, 5, trainer.current_epoch, batch_idx, trainer.global_rank)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+
+    # ---- saving
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, StreamDataModule):
+            return
+        epoch, rows = data.position()
+        done = _batch_progress(trainer).processed
+        checkpoint[KEY] = {
+            "epoch": epoch,
+            "rows": rows,
+            "epoch_done": done >= trainer.num_training_batches,
+            "validation_due": self._validation_due(trainer),
+            **_identity(data),
+        }
+
+    def _validation_due(self, trainer: L.Trainer) -> bool:
+        """Whether a validation belongs to the last optimizer step that has not finished yet."""
+        loop = trainer.fit_loop.epoch_loop
+        progress = _batch_progress(trainer)
+        if progress.processed % trainer.accumulate_grad_batches and progress.processed < trainer.num_training_batches:
+            return False
+        if trainer.validating:
+            return bool(loop.val_loop.batch_progress.current.completed < sum(loop.val_loop.max_batches))
+        # In on_train_batch_end a batch is processed but not completed, and its validation is still to come.
+        fetcher = trainer.fit_loop._data_fetcher
+        return progress.processed > progress.completed and fetcher is not None and loop._should_check_val_fx(fetcher)
+
+    # ---- loading
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        data, saved = trainer.datamodule, checkpoint.get(KEY)  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, StreamDataModule) or saved is None:
+            return
+        changed = {n: (saved.get(n), now) for n, now in _identity(data).items() if saved.get(n) != now}
+        if changed and not self.allow_changed:
+            raise ValueError(
+                "This run cannot be resumed exactly. Saved → now:\n"
+                + "\n".join(f"  {name.replace('_', ' ')}: {was} → {now}" for name, (was, now) in changed.items())
+                + "\nRestore these settings, or force it with --resume_changed true."
+            )
+        _rewrite_counters(trainer, data, checkpoint, saved)
+
+
+def _identity(data: StreamDataModule) -> dict[str, Any]:
+    """What must stay for the rows of each optimizer step to stay."""
+    source, part = data.part("train")
+    return {
+        "effective_batch": data.effective_batch,
+        "training_rows": len(part),
+        "source_rows": len(source),
+        "source": type(source).__name__,
+        "seed": data.seed,
+        "split_seed": data.split_seed,
+        "shuffle": data.shuffle,
+        "drop_last": data.drop_last,
+    }
+
+
+def _batch_progress(trainer: L.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.batch_progress.current
+
+
+def _limited(length: int, limit: int | float | None) -> int:
+    """Batches that Lightning runs of ``length``: a limit is a number of batches or a fraction."""
+    if limit is None:
+        return length
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
+
+
+def _rewrite_counters(
+    trainer: L.Trainer, data: StreamDataModule, checkpoint: dict[str, Any], saved: dict[str, Any]
+) -> None:
+    """Make Lightning's counters say: ``rows`` of ``epoch`` are done, in micro-batches of the size in use now.
+
+    Left alone they count micro-batches of the old size, include those of an unfinished accumulation window (whose
+    gradients died with the process), and forget a validation that was due.
+    """
+
+    def all_at(n: int) -> dict[str, int]:
+        return {"ready": n, "started": n, "processed": n, "completed": n}
+
+    loops = checkpoint["loops"]["fit_loop"]
+    per_epoch = _limited(len(data.shares("train")), trainer.limit_train_batches)
+    done = per_epoch if saved["epoch_done"] else min(per_epoch, saved["rows"] // data.micro_rows)
+    epoch = loops["epoch_progress"]
+    inside = epoch["current"]["started"] > epoch["current"]["processed"]
+    if not inside:
+        done = 0
+        epoch["current"], epoch["total"] = all_at(saved["epoch"]), all_at(saved["epoch"])
+    batch = loops["epoch_loop.batch_progress"]
+    batch["current"], batch["total"] = all_at(done), all_at(saved["epoch"] * per_epoch + done)
+    batch["is_last_batch"] = inside and done == per_epoch
+    val = loops["epoch_loop.val_loop.batch_progress"]
+    val_batches = _limited(len(data.shares("val")), trainer.limit_val_batches)
+    due = saved["validation_due"]
+    val["current"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0} if due else all_at(val_batches)
+    val["total"], val["is_last_batch"] = dict(val["current"]), not due
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = checkpoint["global_step"]

@@ -1,0 +1,188 @@
+"""A run stopped anywhere and resumed is the run that was never stopped, to the last bit."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from torch import nn
+
+from project.data.datamodule import StreamDataModule
+from project.data.sources import SyntheticSource
+from project.engine.checkpoint import AtomicCheckpointIO
+from project.engine.resume import Resume
+from project.module import Module
+
+
+class Diary(L.Callback):
+    """Writes down which rows each optimizer step learned from, and when validations finished."""
+
+    def __init__(self):
+        self.steps, self.validations = {}, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        rows = trainer.datamodule.rows("train", batch_idx, trainer.current_epoch).tolist()
+        self.steps.setdefault(trainer.global_step, []).extend(rows)
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.validations.append(trainer.global_step)
+
+
+class SaveEverywhere(Checkpoint):
+    """Saves at every hook at which anyone could; a Checkpoint, so that Lightning runs it last, as it would ours."""
+
+    def __init__(self, folder, diary):
+        self.folder, self.diary, self.files = folder, diary, []
+
+    def save(self, trainer, hook):
+        path = self.folder / f"{len(self.files):03d}-{hook}-epoch{trainer.current_epoch}-step{trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        self.files.append((path, trainer.global_step, hook, len(self.diary.validations)))
+
+    def on_train_batch_end(self, trainer, *_):
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.save(trainer, "epoch")
+
+    def on_train_end(self, trainer, pl_module):
+        self.save(trainer, "end")
+
+
+def warm_up_and_decay(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.95**step)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def run(ckpt=None, extra=(), data=None, seed=0, dropout=0.2, optimizer=momentum, allow_changed=False, **trainer):
+    """One training of a net with dropout, momentum and a schedule; returns trainer, weights and diary."""
+    L.seed_everything(seed)
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 1))
+    module = Module(net)
+    module.optimizer = optimizer
+    module.lr_scheduler = warm_up_and_decay
+    settings = {"split": (0.8, 0.2, 0.0), "batch_size": 8, "eval_batch_size": 8, "chunk_size": 20, **(data or {})}
+    stream = StreamDataModule(SyntheticSource(rows=105, features=5), **settings)
+    diary = Diary()
+    t = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=bool(extra),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[Resume(allow_changed), diary, *(make(diary) for make in extra)],
+        **trainer,
+    )
+    t.strategy.checkpoint_io = AtomicCheckpointIO()
+    t.fit(module, stream, ckpt_path=ckpt, weights_only=True)
+    return t, torch.cat([p.detach().flatten() for p in module.parameters()]), diary
+
+
+LIMITS = {
+    1: [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 17}],
+    3: [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 5}],
+}
+INTERVALS = [{}, {"val_check_interval": 3}, {"check_val_every_n_epoch": None, "val_check_interval": 6}]
+SWEEP = [(a, limit, interval) for a in (1, 3) for limit in LIMITS[a] for interval in INTERVALS]
+
+
+def sweep(
+    tmp_path, accumulate, limit, interval, every, data=None, then_data=None, then_trainer=None, tolerance=0.0, **more
+):
+    """Save everywhere; resume from each; compare weights, rows, validations and where it ended. Returns the count."""
+    settings = {"accumulate_grad_batches": accumulate, **limit, **interval, **more}
+    savers = []
+    whole, weights, diary = run(
+        extra=[lambda d: savers.append(SaveEverywhere(tmp_path, d)) or savers[-1]], data=data, **settings
+    )
+    files = savers[0].files[::every]
+    for path, step, hook, validated in files:
+        t, again, then = run(ckpt=path, data=then_data or data, **{**settings, **(then_trainer or {})})
+        where = f"{path.name} under Lightning {L.__version__}"
+        assert torch.allclose(again, weights, rtol=0, atol=tolerance), f"weights differ from {where}"
+        expected = {s: sorted(rows) for s, rows in diary.steps.items() if s >= step}
+        assert {s: sorted(rows) for s, rows in then.steps.items()} == expected, f"rows differ from {where}"
+        # saved in on_validation_end, that validation is over; the diary, an ordinary callback, has counted it
+        assert then.validations == diary.validations[validated:], f"validations differ from {where}"
+        assert t.global_step == whole.global_step, f"steps after {where}"
+        if step < whole.max_steps or whole.max_steps < 0:  # a finished run is left as it is, its epoch not closed again
+            assert t.current_epoch == whole.current_epoch, f"epochs after {where}"
+    return len(files)
+
+
+@pytest.mark.parametrize(("accumulate", "limit", "interval"), SWEEP)
+def test_a_checkpoint_of_any_hook_resumes_exactly(tmp_path, accumulate, limit, interval):
+    assert sweep(tmp_path, accumulate, limit, interval, every=9) >= 2
+
+
+OTHER = {
+    "fewer-larger-micro-batches": ({"batch_size": 24}, {"accumulate_grad_batches": 1}),
+    "other-accumulation": ({"batch_size": 12}, {"accumulate_grad_batches": 2}),
+    "workers": ({"batch_size": 8, "num_workers": 2}, {}),
+    "chunk-size": ({"batch_size": 8, "chunk_size": 1000}, {}),
+}
+
+
+@pytest.mark.parametrize("how", OTHER)
+def test_the_same_effective_batch_continues_in_another_shape(tmp_path, how):
+    data, trainer = OTHER[how]
+    geometry_stays = "accumulate_grad_batches" not in trainer
+    assert sweep(
+        tmp_path,
+        3,
+        {"max_epochs": 2},
+        {},
+        every=7,
+        data={"batch_size": 8},
+        then_data=data,
+        then_trainer=trainer,
+        dropout=0.2 if geometry_stays else 0.0,
+        tolerance=0.0 if geometry_stays else 1e-6,
+    )
+
+
+@pytest.mark.parametrize("data", [{"drop_last": False}, {"shuffle": False}, {"num_workers": 2}])
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+def test_other_settings_resume_exactly(tmp_path, data, optimizer):
+    assert sweep(tmp_path, 3, {"max_epochs": 2}, {}, every=11, data=data, optimizer=optimizer)
+
+
+def first_checkpoint(tmp_path):
+    savers = []
+    run(extra=[lambda d: savers.append(SaveEverywhere(tmp_path, d)) or savers[-1]], max_epochs=1)
+    return savers[0].files[4][0]
+
+
+CHANGES = {
+    "effective batch": {"data": {"batch_size": 4}},
+    "seed": {"seed": 1},
+    "training rows": {"data": {"split": (0.9, 0.1, 0.0)}},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_the_rows_of_a_step_is_refused_and_named(tmp_path, what):
+    path = first_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=rf"(?s)Saved → now.*{what}: .+ → .+--resume_changed true"):
+        run(ckpt=path, max_epochs=2, **CHANGES[what])
+    t, *_ = run(ckpt=path, max_epochs=2, allow_changed=True, **CHANGES[what])
+    assert t.current_epoch == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulate", "limit", "interval"), SWEEP)
+def test_every_checkpoint_of_every_hook_resumes_exactly(tmp_path, accumulate, limit, interval):
+    assert sweep(tmp_path, accumulate, limit, interval, every=1) > 20
