@@ -37,6 +37,7 @@ class Resume(L.Callback):
 
     def __init__(self, allow_changed: bool = False) -> None:
         self.allow_changed = allow_changed
+        self._last_step: int | None = None
 
     # ---- random numbers
 
@@ -101,6 +102,15 @@ class Resume(L.Callback):
                 + "\nRestore these settings, or force it with --resume_changed true."
             )
         _rewrite_counters(trainer, data, checkpoint, saved)
+        if saved["validation_due"] and 0 <= trainer.max_steps <= checkpoint["global_step"]:
+            # The validation after the very last step is still to come, but Lightning would not even enter its loop.
+            self._last_step = trainer.max_steps
+            trainer.fit_loop.epoch_loop.max_steps = trainer.max_steps + 1
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._last_step is not None:
+            trainer.fit_loop.epoch_loop.max_steps = self._last_step
+            self._last_step = None
 
 
 def _identity(data: StreamDataModule) -> dict[str, Any]:
