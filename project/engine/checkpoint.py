@@ -1,6 +1,7 @@
 """Checkpoint files: when they are written, which is the best, and that each is complete or absent."""
 
 import contextlib
+import logging
 import os
 import time
 from datetime import timedelta
@@ -12,6 +13,8 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+
+log = logging.getLogger("project")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -35,8 +38,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class Checkpoints(Checkpoint):
     """Keeps ``last.ckpt`` and the best ones: at every validation, every so often, and whenever training ends.
 
-    Options bear the names they have in Lightning's ModelCheckpoint. Weights that are not finite never become ``last``, a
-    score that is not finite is never the best.
+    Options bear the names they have in Lightning's ModelCheckpoint. Weights that are not finite never become ``last``,
+    a score that is not finite is never the best.
 
     Args:
         monitor: Logged value that decides which checkpoints are the best.
@@ -79,9 +82,11 @@ class Checkpoints(Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self.dirpath = Path(
-                trainer.strategy.broadcast(str(self.dirpath or Path(trainer.default_root_dir, "checkpoints")))
-            )
+            mine = self.dirpath or Path(trainer.default_root_dir, "checkpoints")
+            self.dirpath = Path(trainer.strategy.broadcast(str(mine)))
+            if trainer.is_global_zero:
+                for leftover in self.dirpath.glob("*.tmp"):  # of a run that was killed while it saved
+                    leftover.unlink()
 
     # ---- when
 
@@ -107,6 +112,17 @@ class Checkpoints(Checkpoint):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.save(trainer, scored=True)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # Saving is something all ranks do together; an exception is not, so several ranks keep what was saved before.
+        began = self._saved_step >= 0 or trainer.global_step > 0
+        if trainer.state.fn != TrainerFn.FITTING or not began or trainer.world_size > 1:
+            return
+        if trainer.global_step != self._saved_step:
+            try:
+                self.save(trainer)
+            except OSError as e:  # must not hide the first cause
+                log.error("last.ckpt could not be written after the failure: %s", e)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step != self._saved_step:

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -40,12 +41,14 @@ class Report(L.Callback):
 
     def __init__(self, draw: bool = True) -> None:
         self.draw = draw
-        self.epoch_lines: list[str] = []
-        self.started = 0.0
         self.last: dict[str, float] = {}  # the latest value of everything reported
         self._losses: list[Tensor] = []
         self._rows: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pending = torch.zeros(2, dtype=torch.float64)  # loss x rows and rows of all ranks: since the last report
+        self._epoch = torch.zeros(2, dtype=torch.float64)  # … and since the epoch began
+        self._measure: Callable[[str, Tensor, Tensor], None] | None = None
+        self._trainer: L.Trainer | None = None  # while training
         self._screen = _Screen(enabled=False)
 
     # ---- training
@@ -54,15 +57,12 @@ class Report(L.Callback):
         self._screen = _Screen(self.draw and trainer.is_global_zero)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.started = self.started or time.monotonic()
-        self._accumulate = trainer.accumulate_grad_batches
-        self._every = (trainer.log_every_n_steps or 50) * self._accumulate
-        self._epoch_sum = torch.zeros(2, dtype=torch.float64)
+        self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches
         self._reported = time.monotonic()
-        self._train_metrics = getattr(pl_module, "measure", None)
+        self._measure = getattr(pl_module, "measure", None)
+        self._trainer = trainer
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._epoch_sum.zero_()
         self._epoch_started = time.monotonic()
 
     def on_train_batch_end(
@@ -74,40 +74,54 @@ class Report(L.Callback):
             rows = 1 if target is None else len(target)
             if target is not None and getattr(trainer.datamodule, "loss_weight", 1.0) == 0.0:  # type: ignore[attr-defined]
                 rows = 0  # a row of padding, on a rank with no share of the last batch
-            elif target is not None and self._train_metrics is not None:
+            elif target is not None and self._measure is not None:
                 self._pairs.append((outputs["pred"], target))
             self._rows.append(rows)
         if (batch_idx + 1) % self._every == 0:
-            self._report(trainer, pl_module)
+            self._report(trainer)
         if self._screen.due():
             done, total = batch_idx + 1, trainer.num_training_batches
             self._screen.show(
                 f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}", done, total, self._words(trainer)
             )
 
-    def _report(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compute what was gathered, over all ranks, and send it to every logger. All ranks come here together."""
-        if self._pairs and self._train_metrics is not None:
+    def _collect(self, trainer: L.Trainer) -> None:
+        """Bring what was left on the devices of all ranks to the host: one wait, one reduction. All ranks take part."""
+        if self._pairs and self._measure is not None:
             pred, target = (torch.cat(side) for side in zip(*self._pairs, strict=True))
-            self._train_metrics("train", pred, target)
+            self._measure("train", pred, target)
         rows = torch.tensor(self._rows, dtype=torch.float64)
         losses = torch.stack(self._losses).double().cpu() if self._losses else rows
-        # Lightning has divided each loss by the micro-batches of a step
-        total = torch.stack([(losses * rows).sum() * self._accumulate, rows.sum()])
-        self._losses, self._rows, self._pairs = [], [], []
+        # Lightning has divided each loss by the micro-batches of a step.
+        total = torch.stack([(losses * rows).sum() * trainer.accumulate_grad_batches, rows.sum()])
         if trainer.world_size > 1:
-            device = trainer.strategy.root_device
-            total = trainer.strategy.reduce(total.to(device), reduce_op="sum").cpu()
-        self._epoch_sum += total
-        now = time.monotonic()
+            total = trainer.strategy.reduce(total.to(trainer.strategy.root_device), reduce_op="sum").cpu()
+        self._pending += total
+        self._epoch += total
+        self._losses, self._rows, self._pairs = [], [], []
+
+    def _report(self, trainer: L.Trainer) -> None:
+        """Average what came since the last report and send it to every logger."""
+        self._collect(trainer)
+        now, (loss, rows) = time.monotonic(), self._pending.tolist()
         values = {}
-        if total[1] > 0:
-            values["train/loss"] = float(total[0] / total[1])
-            values["rows_per_s"] = float(total[1]) / max(1e-9, now - self._reported)
+        if rows > 0:
+            values = {"train/loss": loss / rows, "rows_per_s": rows / max(1e-9, now - self._reported)}
         for optimizer in trainer.optimizers[:1]:
             values["lr"] = float(optimizer.param_groups[0]["lr"])
+        self._pending.zero_()
         self._reported = now
         self._send(trainer, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a report after a resume must know of the steps before it: sums of losses and rows."""
+        if self._trainer is not None:
+            self._collect(self._trainer)
+        return {"pending": self._pending.tolist(), "epoch": self._epoch.tolist()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pending = torch.tensor(state_dict["pending"], dtype=torch.float64)
+        self._epoch = torch.tensor(state_dict["epoch"], dtype=torch.float64)
 
     def _send(self, trainer: L.Trainer, values: dict[str, float]) -> None:
         self.last |= values
@@ -115,20 +129,22 @@ class Report(L.Callback):
             logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._rows:
-            self._report(trainer, pl_module)
-        values = {}
-        if self._epoch_sum[1] > 0:
-            values["train/epoch_loss"] = float(self._epoch_sum[0] / self._epoch_sum[1])
-        if self._train_metrics is not None:
+        if self._rows or self._pending[1] > 0:
+            self._report(trainer)
+        values, (loss, rows) = {}, self._epoch.tolist()
+        if rows > 0:
+            values["train/epoch_loss"] = loss / rows
+        if self._measure is not None:
             values |= {name: float(value) for name, value in pl_module.results("train").items()}  # type: ignore[operator]
         self._send(trainer, values)
-        seen = self._epoch_sum[1].item()
+        self._epoch.zero_()
         words = [f"{n.replace('epoch_', '')} {v:.5g}" for n, v in values.items()]
         words += [f"{n} {float(v):.5g}" for n, v in trainer.callback_metrics.items() if n.startswith("val/")]
-        seconds = time.monotonic() - self._epoch_started
-        words += [f"{seen / max(seconds, 1e-9):,.0f} rows/s"] if seen else []
+        words += [f"{rows / max(time.monotonic() - self._epoch_started, 1e-9):,.0f} rows/s"] if rows else []
         self._screen.line(f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}  " + "  ".join(words))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._trainer = None
 
     def _words(self, trainer: L.Trainer) -> str:
         words = [f"step {trainer.global_step:,}"]

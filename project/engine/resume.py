@@ -49,7 +49,9 @@ class Resume(L.Callback):
         if device.type == "cuda":  # pragma: cuda
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         seed = key(self._seed, 5, trainer.current_epoch, batch_idx, trainer.global_rank)
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -58,9 +60,7 @@ class Resume(L.Callback):
 
     # ---- saving
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, StreamDataModule):
             return
@@ -88,9 +88,7 @@ class Resume(L.Callback):
 
     # ---- loading
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data, saved = trainer.datamodule, checkpoint.get(KEY)  # type: ignore[attr-defined]
         if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, StreamDataModule) or saved is None:
             return

@@ -1,0 +1,70 @@
+"""metrics.csv: nothing lost, nothing doubled, steps that rise."""
+
+import csv
+
+from project.engine.metrics_csv import MetricsCSV
+
+
+def read(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_values_of_one_step_share_a_row(tmp_path):
+    log = MetricsCSV(tmp_path)
+    log.log_metrics({"train/loss": 2.0}, step=50)
+    log.log_metrics({"val/loss": 3.0}, step=50)
+    log.log_metrics({"train/loss": 1.0}, step=100)
+    log.finalize("success")
+    assert read(tmp_path) == [
+        {"step": "50", "train/loss": "2.0", "val/loss": "3.0"},
+        {"step": "100", "train/loss": "1.0", "val/loss": ""},
+    ]
+
+
+def test_a_late_column_leaves_old_rows_as_they_are(tmp_path):
+    log = MetricsCSV(tmp_path)
+    for step in range(3):
+        log.log_metrics({"a": step}, step=step)
+        log.save()
+    log.log_metrics({"a": 3, "late": 9}, step=3)
+    log.finalize("success")
+    rows = read(tmp_path)
+    assert [r["step"] for r in rows] == ["0", "1", "2", "3"]
+    assert [r["late"] for r in rows] == ["", "", "", "9"]
+    assert (tmp_path / "metrics.csv").read_text().count("step") == 1
+
+
+def test_a_resumed_run_continues_and_drops_what_the_dead_attempt_wrote_after_its_checkpoint(tmp_path):
+    log = MetricsCSV(tmp_path)
+    for step in (10, 20, 30, 40):
+        log.log_metrics({"loss": step / 10}, step=step)
+    log.finalize("failed")
+    again = MetricsCSV(tmp_path)
+    again.rewind(20)
+    again.log_metrics({"loss": 7.0, "new": 1.0}, step=30)
+    again.finalize("success")
+    assert [(r["step"], r["loss"], r["new"]) for r in read(tmp_path)] == [
+        ("10", "1.0", ""),
+        ("20", "2.0", ""),
+        ("30", "7.0", "1.0"),
+    ]
+
+
+def test_a_row_cut_off_by_a_kill_is_not_taken_for_data(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss\n10,1.0\n20,2.0\n3")
+    log = MetricsCSV(tmp_path)
+    log.rewind(20)
+    log.log_metrics({"loss": 3.0}, step=30)
+    log.finalize("success")
+    assert [r["step"] for r in read(tmp_path)] == ["10", "20", "30"]
+
+
+def test_rows_reach_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
+    log = MetricsCSV(tmp_path)
+    log.log_metrics({"loss": 1.0}, step=1)
+    monkeypatch.setattr("project.engine.metrics_csv.FLUSH_SECONDS", -1.0)
+    log.log_metrics({"loss": 2.0}, step=2)
+    assert [r["step"] for r in read(tmp_path)] == ["1"]
+    assert log.save_dir == str(tmp_path)
+    assert (log.name, log.version) == ("", "")
