@@ -103,7 +103,7 @@ class Checkpoints(Checkpoint):
             return
         if every and step % every == 0 and step > self._first_step:
             self.save(trainer)
-        elif self.train_time_interval and (batch_idx + 1) % (trainer.log_every_n_steps or 50) == 0:
+        elif self.train_time_interval is not None and (batch_idx + 1) % (trainer.log_every_n_steps or 50) == 0:
             # all ranks save or none: rank 0's clock decides, asked at every report only
             late = time.monotonic() - self._saved_time >= self.train_time_interval.total_seconds()
             if trainer.strategy.broadcast(late):

@@ -66,7 +66,7 @@ class MetricsCSV(Logger):
         new = {name: None for row in self._lines for name in row if name not in self._columns}
         if new:
             self._columns += new
-            self.rewrite(self._read())
+            self._rewrite(self._read())
         if self._lines:
             fresh = not self.path.exists()
             with open(self.path, "a", newline="") as file:
@@ -86,19 +86,17 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Drop the rows after ``step``, the one resumed from."""
-        rows = self._read()
-        kept = [row for row in rows if int(row["step"]) <= step]
-        if len(kept) < len(rows):
-            self.rewrite(kept)
+        """Drop the rows after ``step``, the one resumed from, and a last line that was cut short."""
+        if self.path.exists():
+            self._rewrite([row for row in self._read() if int(row["step"]) <= step])
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
-        with open(self.path, newline="") as file:
-            return [row for row in csv.DictReader(file) if row.get("step")]
+        whole_lines = self.path.read_text().rpartition("\n")[0]
+        return list(csv.DictReader(whole_lines.splitlines()))
 
-    def rewrite(self, rows: list[dict[str, str]]) -> None:
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
         unfinished = self.path.with_name(self.path.name + ".tmp")
         with open(unfinished, "w", newline="") as file:
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
