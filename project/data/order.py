@@ -15,62 +15,63 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-_SMALL = 4096  # up to here a permutation is sorted out in full; above, a Feistel network needs no memory
+_SMALL = 4096  # up to here a permutation is sorted out in full; above, it is computed and needs no memory
+_BLOCK = 1 << 14  # numbers worked on at a time: within the processor's cache
 _MIXED_ROWS = 1 << 18  # rows of a mixture: small enough to hold, large enough that batches look like draws
-_ODD = (-0x61C8864680B583EB, -0x3B314601E57A13AD)  # odd 64-bit constants, as signed
 
 
 def key(*parts: int) -> int:
-    """One signed 64-bit key from several numbers (splitmix64 finaliser, folded over the parts)."""
+    """One unsigned 64-bit key from several numbers (splitmix64 finaliser, folded over the parts)."""
     h = 0
     for part in parts:
         h = ((h ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
         h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK
         h ^= h >> 31
-    return h - (1 << 64) if h >= 1 << 63 else h
+    return h
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A hash of int64 numbers in place, for its low 32 bits: multiplications wrap and the good high bits fold down."""
-    x.mul_(_ODD[0])
-    x.bitwise_xor_(x >> 32)
-    x.mul_(_ODD[1])
-    return x.bitwise_xor_(x >> 29)
+def _keys(k: int, mask: int) -> list[tuple[int, int]]:
+    return [(key(k, 2 * r) & mask, key(k, 2 * r + 1) & mask | 1) for r in range(4)]
+
+
+def _scramble(x: Tensor, mask: int, keys: list[tuple[int, int]]) -> Tensor:
+    """A keyed bijection of range(mask + 1), a power of two, in place.
+
+    Each step (add, multiply by an odd number, fold the high half of the bits onto the low half) can be undone, so the
+    whole is one to one; four rounds with keys of their own mix well.
+    """
+    half = (mask.bit_length() + 1) // 2
+    for block in x.split(_BLOCK):
+        for plus, times in keys:
+            block.add_(plus).mul_(times).bitwise_and_(mask)  # overflow drops only bits that the mask drops
+            block.bitwise_xor_(block >> half)
+    return x
 
 
 @lru_cache(maxsize=256)
 def _sorted_permutation(n: int, k: int) -> Tensor:
-    return torch.argsort(_mix(_mix(torch.arange(n) + k) ^ k), stable=True)
-
-
-def _feistel(x: Tensor, bits: int, k: Tensor) -> Tensor:
-    """A keyed bijection of range(2 ** bits): eight rounds, in turn on the low and the high half of the bits."""
-    low_bits = bits // 2
-    high_bits = bits - low_bits
-    low, high = x & ((1 << low_bits) - 1), x >> low_bits
-    for turn in range(8):
-        half, other, width = (low, high, low_bits) if turn % 2 == 0 else (high, low, high_bits)
-        half.bitwise_xor_(_mix(other + _mix(k + turn)).bitwise_and_((1 << width) - 1))
-    return high.bitwise_left_shift_(low_bits).bitwise_or_(low)
-
-
-def _walk(x: Tensor, n: int, k: Tensor) -> Tensor:
-    """A keyed bijection of range(n), with one key for all of ``x`` or one each.
-
-    A Feistel network permutes the next power of two; what falls outside is sent round again ("cycle walking": Black and
-    Rogaway, Ciphers with Arbitrary Finite Domains, 2002), which keeps it a bijection.
-    """
-    bits = max(2, (n - 1).bit_length())
-    out = _feistel(x, bits, k)
-    while len(outside := torch.nonzero(out >= n).flatten()):
-        out[outside] = _feistel(out[outside], bits, k[outside] if k.ndim else k)
-    return out
+    mask = (1 << 62) - 1
+    return torch.argsort(_scramble(torch.arange(n), mask, _keys(k, mask)))
 
 
 def permute(positions: Tensor, n: int, k: int) -> Tensor:
-    """Images of ``positions`` (int64, each in range(n)) under the permutation of range(n) that the key ``k`` names."""
-    return _sorted_permutation(n, k)[positions] if n <= _SMALL else _walk(positions, n, torch.tensor(k))
+    """Images of ``positions`` (int64, each in range(n)) under the permutation of range(n) that the key ``k`` names.
+
+    The next power of two is permuted; what falls outside is sent round again, which keeps it one to one ("cycle
+    walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    if n <= _SMALL:
+        return _sorted_permutation(n, k)[positions]
+    mask = (1 << (n - 1).bit_length()) - 1
+    keys = _keys(k, mask)
+    x = _scramble(positions.to(torch.int32 if mask < 1 << 31 else torch.int64, copy=True), mask, keys)
+    outside = torch.nonzero(x >= n).flatten()
+    while len(outside):
+        again = _scramble(x.index_select(0, outside), mask, keys)
+        x.scatter_(0, outside, again)
+        outside = outside.masked_select(again >= n)
+    return x.long()
 
 
 class RowOrder:
@@ -127,11 +128,16 @@ class RowOrder:
         return self._epoch[1], self._epoch[2]
 
 
-class Part:
-    """One part of a source cut by fractions: a fixed pseudo-random subset of its rows.
+@lru_cache(maxsize=64)
+def _cut(n: int, low: float, high: float, k: int) -> Tensor:
+    return permute(torch.arange(round(low * n), round(high * n)), n, k).sort().values
 
-    The cut is made inside every run of 1,000 rows, so each part is spread evenly over the source (a sorted file too),
-    neighbours stay near each other, no table of rows is kept, and the parts of one seed never overlap.
+
+class Part:
+    """One part of a source cut by fractions: a fixed pseudo-random subset of its rows, in the order of the source.
+
+    The same cut is made in every run of ``RUN`` rows, so each part is spread evenly over the source (sorted or not),
+    neighbours stay neighbours, memory does not grow with the source, and the parts of one seed never overlap.
 
     Args:
         n: Rows of the source.
@@ -139,15 +145,15 @@ class Part:
         seed: Seed of the cut.
     """
 
-    RUN = 1000
+    RUN = 60_000  # divisible by much, so that usual shares of it are whole numbers
 
     def __init__(self, n: int, low: float, high: float, seed: int = 0) -> None:
-        self.n, self.seed = n, seed
-        self.runs, self.rest = divmod(n, self.RUN)
-        self.first, end = round(low * self.RUN), round(high * self.RUN)
-        self.each = end - self.first
-        self.rest_first, rest_end = round(low * self.rest), round(high * self.rest)
-        self.size = self.runs * self.each + rest_end - self.rest_first
+        self.n = n
+        self.runs, rest = divmod(n, self.RUN)
+        cut, self.last = _cut(self.RUN, low, high, key(seed, 0)), _cut(rest, low, high, key(seed, 1))
+        self.each = len(cut)
+        self.rows_of_run = torch.cat([cut, self.last])
+        self.size = self.runs * self.each + len(self.last)
 
     def __len__(self) -> int:
         return self.size
@@ -156,14 +162,7 @@ class Part:
         """Row numbers in the source (int64) of the part's rows ``index`` (int64, each in range(len(self)))."""
         if self.size == self.n:
             return index
-        out = torch.empty_like(index)
-        full = index < self.runs * self.each
-        if self.each:
-            run = index[full] // self.each
-            place = index[full] - run * self.each + self.first
-            keys = _mix(_mix(run + key(self.seed, 3)))
-            out[full] = run * self.RUN + _walk(place, self.RUN, keys)
-        rest = index[~full] - self.runs * self.each + self.rest_first
-        if len(rest):
-            out[~full] = self.runs * self.RUN + permute(rest, self.rest, key(self.seed, 4))
-        return out
+        run = index.div(max(1, self.each), rounding_mode="trunc").clamp_(max=self.runs)
+        place = index - run * self.each
+        place[run == self.runs] += self.each  # the rows of the last, shorter run come after those of a whole one
+        return self.rows_of_run.take(place).add_(run.mul_(self.RUN))
