@@ -42,6 +42,7 @@ class Report(L.Callback):
     def __init__(self, draw: bool = True) -> None:
         self.draw = draw
         self.last: dict[str, float] = {}  # the latest value of everything reported
+        self.first_step: int | None = None  # the optimizer step that training began at; None before it does
         self._losses: list[Tensor] = []
         self._rows: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -58,7 +59,8 @@ class Report(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches
-        self._reported = time.monotonic()
+        self._reported = self._epoch_started = time.monotonic()  # a resumed epoch has no start of its own
+        self.first_step = trainer.global_step
         self._measure = getattr(pl_module, "measure", None)
         self._trainer = trainer
 

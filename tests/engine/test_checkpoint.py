@@ -106,17 +106,16 @@ def test_weights_that_are_not_finite_never_become_last(tmp_path):
 
 def test_every_n_steps_and_by_time(tmp_path):
     class Steps(L.Callback):
-        seen: list[int] = []
+        def __init__(self):
+            self.seen = []
 
         def on_save_checkpoint(self, trainer, pl_module, checkpoint):
             self.seen.append(trainer.global_step)
 
-    Steps.seen = []
-    train(tmp_path, Checkpoints(every_n_train_steps=10), callbacks=[Steps()], max_steps=25)
-    assert Steps.seen == [10, 20, 25]
-    Steps.seen = []
-    train(tmp_path, Checkpoints(train_time_interval=timedelta(0)), callbacks=[Steps()], max_steps=9)
-    assert Steps.seen == [4, 8, 9]
+    train(tmp_path, Checkpoints(every_n_train_steps=10), callbacks=[by_step := Steps()], max_steps=25)
+    assert by_step.seen == [10, 20, 25]
+    train(tmp_path, Checkpoints(train_time_interval=timedelta(0)), callbacks=[by_time := Steps()], max_steps=9)
+    assert by_time.seen == [4, 8, 9]
 
 
 def test_a_failing_run_leaves_its_last_step_to_resume_from(tmp_path):
