@@ -20,6 +20,7 @@ from project.data.datamodule import StreamDataModule
 from project.data.order import key
 
 KEY = "progress"
+ODD = 0x9E3779B97F4A7C15  # spreads the numbers of micro-batches over all bits of a seed
 
 
 class Resume(L.Callback):
@@ -42,21 +43,22 @@ class Resume(L.Callback):
     # ---- random numbers
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        self._seed = getattr(data, "seed", 0)
         self._generators = [torch.default_generator]
         device = trainer.strategy.root_device
         if device.type == "cuda":  # pragma: cuda
             self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out when it resumes inside an epoch
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        seed = key(self._seed, 5, trainer.current_epoch, batch_idx, trainer.global_rank)
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        seed = getattr(trainer.datamodule, "seed", 0)  # type: ignore[attr-defined]
+        self._epoch_seed = key(seed, 5, trainer.current_epoch, trainer.global_rank)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        seed = (self._epoch_seed + batch_idx * ODD) % (1 << 63)
         for generator in self._generators:
             generator.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        np.random.seed(seed >> 31)
 
     # ---- saving
 
