@@ -1,10 +1,12 @@
 """The run folder: one per job, chosen by rank 0, never shared and never overwritten unasked."""
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from project.engine.predictions import ENDINGS
 from project.usage import UsageError
 
 
@@ -63,17 +66,29 @@ class Run:
             self._made.append(folder)
 
     def discard(self) -> None:
-        """Take back the folders made for a run that never began; what has anything in it stays."""
-        for folder in reversed(self._made):
-            try:
+        """Take back what was made for a run that never began. The folder was this job's alone, and empty before."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):  # another job may have come to the same parent
+            for folder in reversed(self._made):
                 folder.rmdir()
-            except OSError:
-                return
 
     def record(self, config: str, environment: dict[str, Any]) -> None:
         """Write ``config.yaml`` and ``environment.json``."""
         (self.folder / "config.yaml").write_text(config)
         (self.folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def output_file(given: str | None, folder: Path) -> Path:
+    """Where predictions go; nothing is overwritten."""
+    path = Path(given or folder / "predictions.csv")
+    if path.suffix not in ENDINGS:
+        raise UsageError(f"--output {path}: expected a name that ends in {', '.join(ENDINGS)}.")
+    if path.exists():
+        raise UsageError(f"--output {path} exists and is not overwritten: choose another name.")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: there is no folder {path.parent}.")
+    return path
 
 
 def environment(devices: str) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""What a run says before its first step and after its last."""
+"""What a run says before its first step and after its last, and what it keeps quiet."""
 
+import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,8 +9,27 @@ import lightning as L
 import torch
 
 from project.data.datamodule import PARTS, StreamDataModule
+from project.devices import is_rank_zero
 from project.engine.checkpoint import Checkpoints
 from project.engine.report import peak_memory
+
+# Warnings of Lightning and torch that a user cannot act on
+NOTHING_TO_DO = (
+    "treespec.*LeafSpec",
+    "callbacks used to create the checkpoint need to be provided",
+    "is smaller than the logging interval",  # the report of an epoch covers its rest
+    "does not have many workers",
+)
+
+
+def quiet() -> None:
+    """Silence what Lightning says of itself; our own words go to the screen, from one process."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # its tips and advertisements
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("project").setLevel(logging.INFO if is_rank_zero() else logging.ERROR)
+    for words in NOTHING_TO_DO:
+        warnings.filterwarnings("ignore", message=f".*{words}")
 
 
 def say_start(
@@ -52,7 +73,7 @@ def say_end(
     folder: Path, steps: int, rows: str, tested: str, scores: dict[str, float], seconds: float, device: torch.device
 ) -> None:
     """The lines at the end: what was trained and tested, scores, time, where everything is."""
-    print(f"trained     {steps:,} optimizer steps; {rows}")
+    print(f"trained     {steps:,} optimizer steps{rows}")
     print(f"tested      {tested}")
     epoch_loss = scores.pop("train/epoch_loss", None)
     say_scores(scores if epoch_loss is None else {**scores, "train/loss": epoch_loss})
@@ -60,17 +81,20 @@ def say_end(
     print(f"results     {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())), flush=True)
 
 
-def rows_words(data: L.LightningDataModule) -> str:
-    """How many training rows an epoch used, and how many it left out."""
+def rows_words(data: L.LightningDataModule, used: int) -> str:
+    """How many rows were trained on, if they were counted, and how many each epoch left out."""
+    words = f"; {used:,} rows used" if used else ""
     if not isinstance(data, StreamDataModule) or data.train_stream is None:
-        return "rows as the data gave them"
+        return words
     shares, rows = data.train_stream.windows.shares, data.train_stream.windows.order.n
-    used = shares.full + shares.tail
-    return f"{used:,} of {rows:,} rows used an epoch, {rows - used:,} dropped (an incomplete effective batch)"
+    dropped = rows - shares.full - shares.tail
+    return f"{words}; {dropped:,} of {rows:,} rows dropped an epoch (an incomplete effective batch)"
 
 
-def has_test(data: L.LightningDataModule) -> bool:
+def has_test(data: L.LightningDataModule, trainer: L.Trainer) -> bool:
     """Whether there is anything to test on."""
+    if trainer.barebones or trainer.limit_test_batches == 0:
+        return False
     if isinstance(data, StreamDataModule):
         return len(data.part("test")[1]) > 0
     return type(data).test_dataloader is not L.LightningDataModule.test_dataloader

@@ -43,6 +43,7 @@ class Report(L.Callback):
         self.draw = draw
         self.last: dict[str, float] = {}  # the latest value of everything reported
         self.first_step: int | None = None  # the optimizer step that training began at; None before it does
+        self.rows_used = 0  # by training, since it began
         self._losses: list[Tensor] = []
         self._rows: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -100,6 +101,7 @@ class Report(L.Callback):
             total = trainer.strategy.reduce(total.to(trainer.strategy.root_device), reduce_op="sum").cpu()
         self._pending += total
         self._epoch += total
+        self.rows_used += int(total[1])
         self._losses, self._rows, self._pairs = [], [], []
 
     def _report(self, trainer: L.Trainer) -> None:
@@ -175,9 +177,11 @@ class Report(L.Callback):
         self._screen.close()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:  # a few rows by weights that learned nothing
+            return
         values = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
         self.last |= values
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not self._ends_epoch(trainer):
+        if trainer.state.fn == TrainerFn.FITTING and not self._ends_epoch(trainer):
             self._screen.line(f"step {trainer.global_step:,}  " + "  ".join(f"{n} {v:.5g}" for n, v in values.items()))
 
     def _ends_epoch(self, trainer: L.Trainer) -> bool:
