@@ -1,5 +1,6 @@
 """The LightningModule: any ``nn.Module`` with a loss and metrics. Subclass it to change a step; keep the rest."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from project.models import Standardise
+from project.scores import Scores, match
 
 STAGES = ("train", "val", "test")
 Batch = tuple[Tensor, ...]
@@ -23,14 +25,14 @@ MakeScheduler = Callable[[Optimizer], Any]
 class Module(L.LightningModule):
     """Trains ``net`` on batches ``(x, y)``.
 
-    A subclass may override ``training_step`` alone, or set ``automatic_optimization = False`` and step by hand. Weights of
-    the net are saved under ``net.*``, so they also load into the plain class.
+    A subclass may override ``training_step`` alone, or set ``automatic_optimization = False`` and step by hand. Weights
+    of the net are saved under ``net.*``, so they also load into the plain class.
 
     Args:
         net: Any ``nn.Module`` from x [N, ...] to predictions. An ``in_features`` of its own follows from the data.
         loss: Mean loss over the rows of (predictions, targets).
         metrics: Torchmetrics by name, computed over all rows of training, validation and test.
-        standardise: Shift and scale the inputs to zero mean and unit variance of the training rows, in front of the net.
+        standardise: In front of the net, shift and scale the inputs to mean 0 and variance 1 over the training rows.
     """
 
     def __init__(
@@ -44,11 +46,8 @@ class Module(L.LightningModule):
         self.net = net
         self.loss = nn.MSELoss() if loss is None else loss
         self.standardise = Standardise() if standardise else None
-        # Means over rows, so the size of a batch or the number of devices never shows. A NaN stays a NaN.
-        self.mean_loss = nn.ModuleDict({s: torchmetrics.MeanMetric(nan_strategy="disable") for s in ("val", "test")})
-        self.metrics = nn.ModuleDict(
-            {f"{s}_metrics": nn.ModuleDict({n: m.clone() for n, m in (metrics or {}).items()}) for s in STAGES}
-        )
+        self._scores = nn.ModuleDict({f"{stage}_scores": Scores(metrics or {}) for stage in STAGES})
+        self.rows_scored: dict[str, int] = {}  # by stage, when it has ended
         # Set by the command from --optimizer and --lr_scheduler; in Python, assign any two such functions.
         self.optimizer: MakeOptimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
         self.lr_scheduler: MakeScheduler | None = None
@@ -72,72 +71,47 @@ class Module(L.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("test", batch)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Predictions for the inputs of a batch; targets, if any, are not looked at."""
-        pred: Tensor = self(batch[0])
+        pred: Tensor = self(batch if isinstance(batch, Tensor) else batch[0])
         return pred
 
-    # ---- loss and metrics
+    # ---- loss and scores
 
     def compute_loss(self, pred: Tensor, target: Tensor) -> Tensor:
         """The loss, a scalar, in float32 at least: outside autocast, under which BCELoss refuses to run.
 
         Raises:
-            ValueError: If predictions and real-valued targets cannot be matched row by row.
+            ValueError: If predictions and targets cannot be matched row by row.
         """
+        if pred.dtype in (torch.bfloat16, torch.float16):
+            pred = pred.float()
         target = match(pred, target)
         if torch.is_autocast_enabled(pred.device.type):
             with torch.autocast(pred.device.type, enabled=False):
-                return cast(Tensor, self.loss(pred.float(), target.float() if target.is_floating_point() else target))
+                return cast(Tensor, self.loss(pred, target))
         return cast(Tensor, self.loss(pred, target))
 
-    def measure(self, stage: str, pred: Tensor, target: Tensor) -> None:
-        """Update the metrics of a stage with rows: predictions [N, ...] and their targets."""
-        target = match(pred, target)
-        if pred.ndim == 2 and pred.shape[1] == 1:
-            pred, target = pred.flatten(), target.flatten()
-        exact = _exact(pred.device)
-        pred, target = (t.to(exact) if t.is_floating_point() else t for t in (pred, target))
-        for metric in self.metrics_of(stage).values():
-            classes = type(metric).__module__.startswith("torchmetrics.classification")
-            metric.update(pred, target.long() if classes else target)
-
-    def metrics_of(self, stage: str) -> dict[str, torchmetrics.Metric]:
-        """The metrics of "train", "val" or "test", by name."""
-        return cast(dict[str, torchmetrics.Metric], dict(cast(nn.ModuleDict, self.metrics[f"{stage}_metrics"]).items()))
+    def measure(self, stage: str, pred: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
+        """Update the scores of "train", "val" or "test" with rows: predictions [N, ...] and targets."""
+        cast(Scores, self._scores[f"{stage}_scores"]).update(pred, target, loss)
 
     def results(self, stage: str) -> dict[str, Tensor]:
         """The scores over all rows seen on all ranks since the last call, as "stage/name"; then they start anew."""
-        scores = self.metrics_of(stage)
-        if stage in self.mean_loss:
-            scores["loss"] = cast(torchmetrics.Metric, self.mean_loss[stage])
-        out = {
-            f"{stage}/{name}": metric.compute()
-            for name, metric in scores.items()
-            if stage != "train" or metric.update_called
-        }
-        for metric in scores.values():
-            metric.reset()
-        return out
+        scores, self.rows_scored[stage] = cast(Scores, self._scores[f"{stage}_scores"]).take()
+        return {f"{stage}/{name}": value for name, value in scores.items()}
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         x, y = batch
-        if not len(x):  # a rank's share of very little data can be empty; it still takes part in every reduction
-            return
-        pred = self(x)
-        loss = self.compute_loss(pred, y)
-        self.mean_loss[stage].update(loss.to(_exact(loss.device)), weight=len(x))
-        self.measure(stage, pred, y)
+        if len(x):  # a rank's share of very little data can be empty
+            pred = self(x)
+            self.measure(stage, pred, y, self.compute_loss(pred, y))
 
     def on_validation_epoch_end(self) -> None:
-        self._log_results("val")
+        self.log_dict(self.results("val"), sync_dist=True)  # already those of all ranks; this only tells Lightning so
 
     def on_test_epoch_end(self) -> None:
-        self._log_results("test")
-
-    def _log_results(self, stage: str) -> None:
-        # Already those of all ranks; sync_dist only tells Lightning so.
-        self.log_dict(self.results(stage), sync_dist=True)
+        self.log_dict(self.results("test"), sync_dist=True)
 
     # ---- optimizer, start, gradients
 
@@ -151,10 +125,14 @@ class Module(L.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": scheduler.monitor}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    @property
+    def _data(self) -> Any:
+        trainer: Any = self.trainer
+        return trainer.datamodule  # None with plain DataLoaders
+
     def setup(self, stage: str) -> None:
-        for metric in self.modules():
-            if isinstance(metric, torchmetrics.Metric):
-                metric.set_dtype(_exact(self.trainer.strategy.root_device))
+        for scores in self._scores.values():
+            cast(Scores, scores).prepare(self.trainer.strategy.root_device)
         # A checkpoint brings what was fitted; it is restored after this hook.
         if (
             stage == "fit"
@@ -165,18 +143,18 @@ class Module(L.LightningModule):
             self._fit_standardise(self.standardise)
 
     def _fit_standardise(self, standardise: Standardise) -> None:
-        inputs: Callable[[str], Iterator[Tensor]] | None = getattr(self.trainer.datamodule, "inputs", None)
+        inputs: Callable[[str], Iterator[Tensor]] | None = getattr(self._data, "inputs", None)
         if inputs is None:
             raise ValueError("--model.standardise true needs the StreamDataModule, to read the training rows once.")
-        moments = [Standardise.moments(inputs("train"))]
+        moments = Standardise.moments(inputs("train"))
         if self.trainer.world_size > 1:
             everyone: list[Any] = [None] * self.trainer.world_size
-            dist.all_gather_object(everyone, moments[0])  # in rank order, so that all ranks get the same numbers
-            moments = everyone
+            dist.all_gather_object(everyone, moments)  # in rank order, so that the sum is the same everywhere
+            moments = [*itertools.chain(*everyone)]
         standardise.fit(Standardise.merge(moments))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        weight = getattr(self.trainer.datamodule, "loss_weight", 1.0)
+        weight = getattr(self._data, "loss_weight", 1.0)
         super().backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
     def check_input(self, x: Tensor) -> None:
@@ -202,23 +180,3 @@ class Module(L.LightningModule):
             ) from None
         finally:
             self.net.train(training)
-
-
-def match(pred: Tensor, target: Tensor) -> Tensor:
-    """The target in the shape of the predictions: [N] and [N, 1] are the same; class numbers (integers) stay as they are.
-
-    Raises:
-        ValueError: If real-valued targets and predictions differ otherwise. Broadcasting would compare all with all.
-    """
-    if target.shape == pred.shape or not target.is_floating_point():
-        return target
-    if target.numel() == pred.numel() and {target.ndim, pred.ndim} == {1, 2} and len(target) == len(pred):
-        return target.view_as(pred)
-    raise ValueError(
-        f"Predictions of shape {list(pred.shape)} cannot be matched to targets of shape {list(target.shape)}."
-    )
-
-
-def _exact(device: torch.device) -> torch.dtype:
-    """The widest float of a device: float64, which Apple's GPUs lack."""
-    return torch.float32 if device.type == "mps" else torch.float64

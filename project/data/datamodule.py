@@ -1,6 +1,5 @@
 """The LightningDataModule: ties a source, its order and its shares to what the Trainer was asked for."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,12 +9,13 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from project.data.checks import check_rows, check_windows
 from project.data.order import Part, RowOrder
 from project.data.sources import Source
 from project.data.stream import Shares, Stream, Windows
 
-log = logging.getLogger("project")
 PARTS = ("train", "val", "test")
+PIECE = 16384  # rows read at a time to fit ``Standardise``
 
 
 class StreamDataModule(L.LightningDataModule):
@@ -87,17 +87,14 @@ class StreamDataModule(L.LightningDataModule):
 
     def part(self, name: str) -> tuple[Source, Part]:
         """The source and the rows of it that make up "train", "val", "test" or "predict"."""
-        if name == "predict":
-            source = self.predict_source or self.source
-        else:
-            source = self.own_sources.get(name) or self.source
-        if name == "predict" or self.own_sources.get(name):
-            return source, Part(len(source), 0.0, 1.0)
-        shares = [0.0 if self.own_sources.get(p) else share for p, share in zip(PARTS, self.split, strict=True)]
+        own = (self.predict_source or self.source) if name == "predict" else self.own_sources.get(name)
+        if own is not None:
+            return own, Part(len(own), 0.0, 1.0)
+        shares = [s if self.own_sources.get(p) is None else 0.0 for p, s in zip(PARTS, self.split, strict=True)]
         i = PARTS.index(name)
         low = sum(shares[:i])
-        # "1 - 1e-9" sums such as 0.8 + 0.1 + 0.1 must not lose the last row
-        return source, Part(len(source), low, min(1.0, round(low + shares[i], 9)), self.split_seed)
+        # rounded, so that sums such as 0.8 + 0.1 + 0.1 do not lose the last row
+        return self.source, Part(len(self.source), low, min(1.0, round(low + shares[i], 9)), self.split_seed)
 
     def prepare_data(self) -> None:
         for source in self.sources():
@@ -108,82 +105,37 @@ class StreamDataModule(L.LightningDataModule):
     # ---- what the Trainer asks of them
 
     @property
+    def trainer_in_use(self) -> Any:
+        assert self.trainer is not None, "the Trainer brings itself along when it runs"
+        return self.trainer
+
+    @property
     def micro_rows(self) -> int:
         """Rows of a micro-batch over all ranks."""
-        assert self.trainer is not None
-        return self.batch_size * self.trainer.world_size
+        return self.batch_size * int(self.trainer_in_use.world_size)
 
     @property
     def effective_batch(self) -> int:
         """Rows of an optimizer step over all ranks and accumulated micro-batches."""
-        assert self.trainer is not None
-        return self.micro_rows * self.trainer.accumulate_grad_batches
+        return self.micro_rows * int(self.trainer_in_use.accumulate_grad_batches)
 
     def setup(self, stage: str) -> None:
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)  # what seed_everything leaves, for all ranks alike
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)  # left by seed_everything, for all ranks alike
         self.check(stage)
 
     def check(self, stage: str) -> None:
-        """Refuse data that cannot do what ``stage`` ("fit", "validate", "test", "predict") asks.
+        """Refuse data or limits that cannot do what ``stage`` ("fit", "validate", "test", "predict") asks.
 
         Raises:
             ValueError: Naming the rows found, the sizes, and the flag that helps.
         """
-        trainer = self.trainer
-        assert trainer is not None
+        check_rows(self, stage)
         if stage == "fit":
-            source, part = self.part("train")
-            rows, effective = len(part), self.effective_batch
-            sizes = f"{effective} = {self.batch_size} rows x {trainer.world_size} devices x {trainer.accumulate_grad_batches}"
-            if rows < trainer.world_size:
-                raise ValueError(
-                    f"Too little data: {rows} training rows of {len(source)} for {trainer.world_size} devices.\n"
-                    "Give more rows (--data.source, --data.split) or fewer --devices."
-                )
-            if rows < effective and self.drop_last:
-                raise ValueError(
-                    f"Too little data: {rows} training rows of {len(source)} are fewer than one effective batch of {sizes}."
-                    "\nUse --data.drop_last false to train on an incomplete batch, or a smaller --data.batch_size."
-                )
-            self._check_limits()
-        wanted = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}[stage]
-        if not len(self.part(wanted)[1]) and not (stage == "fit" and self._absent("val")):
-            source, _ = self.part(wanted)
-            remedy = (
-                f"--data.split (now {list(self.split)}), --data.{wanted}_source"
-                if stage != "predict"
-                else "--data.source"
-            )
-            raise ValueError(
-                f"No rows to {stage if stage != 'fit' else 'validate on'}: 0 of {len(source)} rows.\nSee {remedy}."
-            )
-
-    def _absent(self, name: str) -> bool:
-        """The user asked for no such part: a share of 0 and no source of its own."""
-        return self.split[PARTS.index(name)] == 0 and not self.own_sources.get(name)
-
-    def _check_limits(self) -> None:
-        """A limit that cuts an accumulation window would step on too few rows: refuse whole numbers, round fractions."""
-        trainer = self.trainer
-        assert trainer is not None
-        window, limit, length = trainer.accumulate_grad_batches, trainer.limit_train_batches, len(self.shares("train"))
-        if window == 1 or trainer.fast_dev_run or limit in (1.0, None):
-            return
-        batches = limit if isinstance(limit, int) else int(length * limit)
-        if batches >= length or batches % window == 0:
-            return
-        if isinstance(limit, int):
-            raise ValueError(
-                f"--limit_train_batches {limit} cuts an accumulation window of {window} micro-batches.\n"
-                f"Use a multiple, such as {max(window, limit // window * window)}."
-            )
-        trainer.limit_train_batches = max(window, batches // window * window)
-        log.info("--limit_train_batches %s: rounded to %d whole windows", limit, trainer.limit_train_batches // window)
+            check_windows(self)
 
     def shares(self, name: str) -> Shares:
         """Which positions of the part are whose, for this rank."""
-        trainer = self.trainer
-        assert trainer is not None
+        trainer = self.trainer_in_use
         rows, world, rank = len(self.part(name)[1]), trainer.world_size, trainer.global_rank
         if name != "train":
             return Shares(0, rows, self.eval_batch_size, world, rank)
@@ -193,20 +145,20 @@ class StreamDataModule(L.LightningDataModule):
 
     def windows(self, name: str) -> Windows:
         """The reader of a part's rows for this rank; also tells the row numbers of any micro-batch."""
-        trainer = self.trainer
-        assert trainer is not None
+        trainer = self.trainer_in_use
         source, part = self.part(name)
         shuffle = name == "train" and self.shuffle and not trainer.overfit_batches
-        order = RowOrder(len(part), self.seed, shuffle, getattr(source, "block", None))
+        block = getattr(source, "block", None)  # so many rows of the source; of the part, its share of them
+        block = block and max(1, block * len(part) // max(1, len(source)))
+        order = RowOrder(len(part), self.seed, shuffle, block)
         device = trainer.strategy.root_device
         on_device = device.type != "cpu" and getattr(source, "on_device", False)
         return Windows(source, part, order, self.shares(name), name == "train", device if on_device else None)
 
     def _stream(self, name: str, position: Callable[[], tuple[int, int]]) -> Stream:
-        assert self.trainer is not None
-        windows, device = self.windows(name), self.trainer.strategy.root_device
+        windows, device = self.windows(name), self.trainer_in_use.strategy.root_device
         workers = self.num_workers if windows.device is None else 0
-        return Stream(windows, device, self.chunk_size, workers, position)
+        return Stream(windows, device, self.chunk_size, workers, position, self.seed)
 
     def train_dataloader(self) -> Stream:
         self.train_stream = self._stream("train", self._position)
@@ -221,6 +173,11 @@ class StreamDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> Stream:
         return self._stream("predict", lambda: (0, 0))
 
+    def rows_of_epoch(self) -> tuple[int, int]:
+        """(training rows that an epoch uses, training rows there are)."""
+        shares, length = self.shares("train"), min(len(self.shares("train")), self.trainer_in_use.num_training_batches)
+        return (shares.bounds(int(length) - 1)[1] if length else 0), len(self.part("train")[1])
+
     @property
     def loss_weight(self) -> float:
         """What the loss of the current training micro-batch is multiplied by (``Shares.weight``)."""
@@ -233,12 +190,12 @@ class StreamDataModule(L.LightningDataModule):
         return windows.rows(epoch, batch_idx, batch_idx + 1)[: high - low]
 
     def inputs(self, name: str) -> Iterator[Tensor]:
-        """This rank's stretch of a part's inputs x, unshuffled, a chunk at a time, on the CPU."""
-        trainer, (source, part) = self.trainer, self.part(name)
-        assert trainer is not None
-        first, end = (len(part) * r // trainer.world_size for r in (trainer.global_rank, trainer.global_rank + 1))
-        for at in range(first, end, self.chunk_size):
-            yield source.read(part.rows(torch.arange(at, min(at + self.chunk_size, end))))[0]
+        """This rank's share of a part's inputs x, in order, in pieces that no setting changes."""
+        trainer, (source, part) = self.trainer_in_use, self.part(name)
+        pieces = -(-len(part) // PIECE)
+        first, end = (pieces * r // trainer.world_size for r in (trainer.global_rank, trainer.global_rank + 1))
+        for at in range(first * PIECE, min(end * PIECE, len(part)), PIECE):
+            yield source.read(part.rows(torch.arange(at, min(at + PIECE, len(part)))))[0]
 
     # ---- where training stands
 
@@ -248,8 +205,7 @@ class StreamDataModule(L.LightningDataModule):
 
     def position(self) -> tuple[int, int]:
         """(epoch, rows of it that are in the weights): everything up to the last optimizer step."""
-        trainer = self.trainer
-        assert trainer is not None
+        trainer = self.trainer_in_use
         epoch, batch = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
         if epoch.processed == epoch.started or trainer.state.fn != TrainerFn.FITTING:
             return epoch.processed, 0

@@ -42,7 +42,7 @@ def _scramble(x: Tensor, mask: int, keys: list[tuple[int, int]]) -> Tensor:
     whole is one to one; four rounds with keys of their own mix well.
     """
     half = (mask.bit_length() + 1) // 2
-    for block in x.split(_BLOCK):
+    for block in torch.split(x, _BLOCK):
         for plus, times in keys:
             block.add_(plus).mul_(times).bitwise_and_(mask)  # overflow drops only bits that the mask drops
             block.bitwise_xor_(block >> half)
@@ -102,7 +102,7 @@ class RowOrder:
         mixture_ends = ends[:, -1].cumsum(0)
         mixture = torch.searchsorted(mixture_ends, positions, right=True)
         out = torch.empty_like(positions)
-        for m in mixture.unique().tolist():
+        for m in torch.unique(mixture).tolist():
             here = mixture == m
             size = int(ends[m, -1])
             at = permute(positions[here] - (int(mixture_ends[m]) - size), size, key(self.seed, epoch, 1, m))

@@ -1,18 +1,18 @@
 """Windows of rows → device → micro-batches.
 
-A window is many micro-batches read at once, moved to the device once, and sliced there. Which rows a micro-batch holds is
-arithmetic on positions (``Shares``), so neither the window nor the workers that read it can change a batch.
+A window is many micro-batches read at once, moved to the device once, and sliced there. Which rows a micro-batch holds
+is arithmetic on positions (``Shares``), so neither the window nor the workers that read it can change a batch.
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from project.data.order import Part, RowOrder
+from project.data.order import Part, RowOrder, key
 from project.data.sources import Source
 
 Batch = tuple[Tensor, ...]
@@ -67,8 +67,8 @@ class Shares:
     def weight(self, m: int) -> float:
         """What this rank's mean loss is multiplied by so that every row of an optimizer step counts alike.
 
-        Lightning divides a loss by the micro-batches of a window and averages gradients over the ranks. That is right for
-        whole windows (weight 1); in the tail a rank's n rows must count n / tail.
+        Lightning divides a loss by the micro-batches of a window and averages gradients over the ranks. That is right
+        for whole windows (weight 1); in the tail a rank's n rows must count n / tail.
         """
         if m < self.full // self.micro:
             return 1.0
@@ -91,14 +91,8 @@ class Windows(Dataset[Batch]):
     def __init__(
         self, source: Source, part: Part, order: RowOrder, shares: Shares, pad: bool, device: torch.device | None = None
     ) -> None:
-        self.source, self.part, self.order, self.shares, self.pad, self.device = (
-            source,
-            part,
-            order,
-            shares,
-            pad,
-            device,
-        )
+        self.source, self.part, self.order, self.shares = source, part, order, shares
+        self.pad, self.device = pad, device
 
     def span(self, m: int) -> tuple[int, int]:
         low, high = self.shares.span(m)
@@ -119,8 +113,16 @@ class Windows(Dataset[Batch]):
         return tuple(self.source.read(rows))
 
 
-class _Items(list[tuple[int, int, int]]):
+class _Items(Sized, Iterable[tuple[int, int, int]]):
     """A sampler: the windows of one pass. One object for the life of a loader, so that workers can be kept alive."""
+
+    epoch, end, firsts = 0, 0, range(0)
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return ((self.epoch, m, min(m + self.firsts.step, self.end)) for m in self.firsts)
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
@@ -140,6 +142,7 @@ class Stream:
         chunk_size: Rows this rank reads and moves at once, rounded up to whole micro-batches.
         num_workers: Processes that read ahead; 0 reads in this one.
         position: Gives (epoch, first micro-batch) at the start of a pass.
+        seed: Seeds the workers' own generators, each rank's differently; no source of ours draws from them.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class Stream:
         chunk_size: int,
         num_workers: int,
         position: Callable[[], tuple[int, int]],
+        seed: int = 0,
     ) -> None:
         self.windows, self.device, self.position = windows, device, position
         self.per_window = max(1, -(-chunk_size // windows.shares.batch))
@@ -162,7 +166,8 @@ class Stream:
             worker_init_fn=_leave_signals_to_the_main_process,
             pin_memory=device.type == "cuda" and windows.device is None,
             persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # a loader draws a seed: not from the generator that dropout uses
+            # A loader draws seeds for its workers: not from the generator that dropout uses, and not another rank's.
+            generator=torch.Generator().manual_seed(key(seed, windows.shares.rank)),
         )
 
     def __len__(self) -> int:
@@ -185,11 +190,10 @@ class Stream:
         self._loader._iterator = value
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, start = self.position()
-        end = len(self)
-        self._items[:] = [(epoch, m, min(m + self.per_window, end)) for m in range(start, end, self.per_window)]
-        shares = self.windows.shares
-        for (_, first, last), window in zip(list(self._items), self._on_device(), strict=True):
+        (self._items.epoch, start), shares = self.position(), self.windows.shares
+        self._items.end = len(self)
+        self._items.firsts = range(start, len(self), self.per_window)
+        for (_, first, last), window in zip(self._items, self._on_device(), strict=True):
             whole = min(last, shares.full // shares.micro)
             sizes = [shares.batch] * max(0, whole - first)
             sizes += [high - low for low, high in map(self.windows.span, range(max(first, whole), last))]
@@ -214,6 +218,6 @@ class Stream:
 def _views(window: Tensor, sizes: list[int]) -> list[Tensor]:
     """The window in pieces, as views; copied where a piece does not start on a 16-byte boundary.
 
-    ``nn.Linear`` gives other last bits for unaligned rows, so an unaligned view would let the chunk size change a result.
+    ``nn.Linear`` gives other last bits for unaligned rows, so with unaligned views the chunk size would change results.
     """
-    return [t if t.data_ptr() % 16 == 0 else t.clone() for t in window.split(sizes)]
+    return [t if t.data_ptr() % 16 == 0 else t.clone() for t in torch.split(window, sizes)]

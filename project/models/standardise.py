@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +10,8 @@ Moments = tuple[int, Tensor, Tensor]  # rows, mean [C], sum of squared deviation
 class Standardise(nn.Module):
     """Inputs to zero mean and unit variance, by numbers that are fitted once to the training rows.
 
-    Mean and standard deviation are buffers, so checkpoints, predictions and exports carry them; until they are fitted, or
-    loaded, inputs pass unchanged.
+    Mean and standard deviation are buffers, so checkpoints, predictions and exports carry them; until they are fitted,
+    or loaded, inputs pass unchanged.
     """
 
     mean: Tensor
@@ -20,21 +21,27 @@ class Standardise(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(0))
         self.register_buffer("std", torch.zeros(0))
-        self.register_load_state_dict_pre_hook(_take_sizes)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The number of columns is known only from what was fitted: take the sizes from the checkpoint."""
+        for name in ("mean", "std"):
+            if prefix + name in state_dict:
+                setattr(self, name, getattr(self, name).new_empty(state_dict[prefix + name].shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def fitted(self) -> bool:
         return self.mean.numel() > 0
 
     @staticmethod
-    def moments(batches: Iterable[Tensor]) -> Moments:
-        """Rows, mean and squared deviations of batches [N, C], in one pass in float64 on the CPU."""
+    def moments(batches: Iterable[Tensor]) -> list[Moments]:
+        """Rows, mean and squared deviations of each batch [N, C], in float64 on the CPU."""
         parts = []
         for x in batches:
             x = x.double().cpu()
             mean = x.mean(0)
             parts.append((len(x), mean, (x - mean).square_().sum(0)))
-        return Standardise.merge(parts)
+        return parts
 
     @staticmethod
     def merge(parts: Iterable[Moments]) -> Moments:
@@ -64,11 +71,3 @@ class Standardise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [N, C] → standardised inputs [N, C]."""
         return (x - self.mean) / self.std if self.fitted else x
-
-
-def _take_sizes(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """The number of columns is known only from what was fitted: take the sizes from the checkpoint."""
-    for name in ("mean", "std"):
-        if prefix + name in state:
-            buffer = getattr(module, name)
-            setattr(module, name, buffer.new_empty(state[prefix + name].shape))

@@ -1,0 +1,117 @@
+"""Scores of one stage: over all its rows and all ranks, whatever the batches were."""
+
+import warnings
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from torch import Tensor, nn
+
+
+class Scores(nn.Module):
+    """Metrics of all rows since the last ``take``; states are float64, and nothing of them is saved with the weights.
+
+    Args:
+        metrics: Torchmetrics by name; copied.
+    """
+
+    def __init__(self, metrics: dict[str, torchmetrics.Metric]) -> None:
+        super().__init__()
+        # A mean over rows, not over batches, so neither batch size nor devices show. A NaN stays a NaN.
+        self.loss = torchmetrics.MeanMetric(nan_strategy="disable")
+        self.rows = torchmetrics.SumMetric()
+        self.metrics = nn.ModuleDict({name: metric.clone() for name, metric in metrics.items()})
+
+    def prepare(self, device: torch.device) -> None:
+        """Set the type of all states: float64 where the device has it. To be called before the first update."""
+        for module in self.modules():
+            if isinstance(module, torchmetrics.Metric):
+                module.set_dtype(_exact(device))
+
+    def update(self, pred: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
+        """Rows: predictions [N, ...], their targets, and the mean loss over them if that is wanted too."""
+        exact = _exact(pred.device)
+        pred = pred.to(exact) if pred.is_floating_point() else pred
+        target = match(pred, target)
+        if pred.ndim == 2 and pred.shape[1] == 1:
+            pred, target = pred.flatten(), target.flatten()
+        for metric in self.metrics.values():
+            classes = type(metric).__module__.startswith("torchmetrics.classification")
+            cast(torchmetrics.Metric, metric).update(pred, target.long() if classes else target)
+        if loss is not None:
+            self.loss.update(loss.to(exact), weight=len(pred))
+        self.rows.update(len(pred))
+
+    def take(self) -> tuple[dict[str, Tensor], int]:
+        """(scores by name, rows), over all ranks; then all starts anew. All ranks call this together."""
+        metrics = {
+            "rows": self.rows,
+            "loss": self.loss,
+            **cast(dict[str, torchmetrics.Metric], dict(self.metrics.items())),
+        }
+        used = {name for name, shapes in _adopt_shapes(metrics).items() if shapes}
+        with warnings.catch_warnings():  # "compute was called before update": on a rank without rows it is
+            warnings.simplefilter("ignore", UserWarning)
+            scores = {name: metric.compute() for name, metric in metrics.items() if name in used}
+        for metric in metrics.values():
+            metric.reset()
+        return scores, int(scores.pop("rows", 0))
+
+
+def _adopt_shapes(metrics: dict[str, torchmetrics.Metric]) -> dict[str, Any]:
+    """Make the states of metrics that saw no row here gatherable; returns what metrics that saw rows anywhere hold.
+
+    Gathering needs states of equal dimensions and types on all ranks, but what a metric keeps in lists, or widens to
+    the number of outputs, is known only to ranks that have updated it.
+    """
+    mine = {
+        name: {state: _form(value) for state, value in metric.metric_state.items()} if metric.update_called else None
+        for name, metric in metrics.items()
+    }
+    if not dist.is_available() or not dist.is_initialized():
+        return mine
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    known = {name: next((forms[name] for forms in everyone if forms[name]), None) for name in metrics}
+    for name, metric in metrics.items():
+        if mine[name] is None:
+            for state, (shape, dtype) in (known[name] or {}).items():
+                value = getattr(metric, state)
+                empty = isinstance(value, list)
+                setattr(
+                    metric,
+                    state,
+                    [torch.empty(0, *shape[1:], dtype=dtype, device=metric.device)]
+                    if empty
+                    else value.expand(shape).clone(),
+                )
+    return known
+
+
+def _form(value: Tensor | list[Tensor]) -> tuple[list[int], torch.dtype]:
+    first = value if isinstance(value, Tensor) else value[0] if value else torch.empty(0)
+    return list(first.shape), first.dtype
+
+
+def match(pred: Tensor, target: Tensor) -> Tensor:
+    """The target in the shape and type of the predictions: [N] and [N, 1] are the same. Class numbers stay as they are:
+    integers [N, ...] against predictions [N, classes, ...].
+
+    Raises:
+        ValueError: If they differ otherwise. Broadcasting would compare all with all.
+    """
+    if not target.is_floating_point() and target.shape == pred.shape[:1] + pred.shape[2:] and pred[:1].numel() > 1:
+        return target
+    flat_or_column = {target.ndim, pred.ndim} == {1, 2} and len(target) == len(pred) and target.numel() == pred.numel()
+    if target.shape == pred.shape or flat_or_column:
+        return target.view_as(pred).to(pred.dtype)
+    raise ValueError(
+        f"Predictions of shape {list(pred.shape)} cannot be matched to targets of shape {list(target.shape)} "
+        f"({str(target.dtype).removeprefix('torch.')}). Class numbers must be integers (target_dtype int64)."
+    )
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    """The widest float of a device: float64, which Apple's GPUs lack."""
+    return torch.float32 if device.type == "mps" else torch.float64
