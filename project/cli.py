@@ -117,6 +117,8 @@ class CLI(LightningCLI):
             raise UsageError(f"--ckpt_path {path}: no such file.")
         if self.config.output and self.command != "predict":
             raise UsageError(f"--output {self.config.output}: only predict writes such a file.")
+        if (micro := self.config.trainer.accumulate_grad_batches) < 1:
+            raise UsageError(f"--accumulate_grad_batches {micro}: expected a whole number of at least 1.")
         follow_launcher(self.config.trainer, self.typed("trainer.devices"))
         check_devices(self.config.trainer)
 

@@ -19,6 +19,7 @@ NOTHING_TO_DO = (
     "callbacks used to create the checkpoint need to be provided",
     "is smaller than the logging interval",  # the report of an epoch covers its rest
     "does not have many workers",
+    "`Trainer\\(barebones=True\\)` is configured",
 )
 
 
@@ -26,6 +27,7 @@ def quiet() -> None:
     """Silence what Lightning says of itself; our own words go to the screen, from one process."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # its tips and advertisements
+    logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)  # comes only if asked for
     logging.basicConfig(format="%(message)s")
     logging.getLogger("project").setLevel(logging.INFO if is_rank_zero() else logging.ERROR)
     for words in NOTHING_TO_DO:
