@@ -1,5 +1,6 @@
 """The command: flags and config files → model, data, Trainer and run folder; what is run; exit codes."""
 
+import difflib
 import sys
 import time
 from collections.abc import Callable
@@ -37,7 +38,8 @@ class CLI(LightningCLI):
     def __init__(self, argv: list[str]) -> None:
         self.command, self.files, self.flags = arguments(argv)
         if self.command not in COMMANDS:
-            raise UsageError(f"{self.command}: no such command; expected one of {', '.join(COMMANDS)}.")
+            near = difflib.get_close_matches(self.command, COMMANDS, 1) or [f"one of {', '.join(COMMANDS)}"]
+            raise UsageError(f"{self.command}: no such command; did you mean {near[0]}?")
         self.run: Run | None = None
         self.checkpoints: Checkpoints | None = None
         self.output = Path()

@@ -110,11 +110,9 @@ def _key(name: str) -> str:
 
 def class_at(key: str, typed: dict[str, Setting]) -> type | None:
     """The class that was chosen at a key such as ``model.net`` or ``optimizer``, if it can be found."""
-    for name in (f"{key}.class_path", key):
-        path = typed[name].value if name in typed else DEFAULT_CLASSES.get(key)
-        if isinstance(path, str):
-            return find_class(path)
-    return None
+    chosen = [typed[name].value for name in (f"{key}.class_path", key) if name in typed]
+    path = next((value for value in chosen if isinstance(value, str)), DEFAULT_CLASSES.get(key))
+    return find_class(path) if path else None
 
 
 def find_class(path: str) -> type | None:
