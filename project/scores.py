@@ -1,5 +1,6 @@
 """Scores of one stage: over all its rows and all ranks, whatever the batches were."""
 
+import logging
 import warnings
 from typing import Any, cast
 
@@ -7,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from torch import Tensor, nn
+
+log = logging.getLogger("project")
 
 
 class Scores(nn.Module):
@@ -53,10 +56,18 @@ class Scores(nn.Module):
         used = {name for name, shapes in _adopt_shapes(metrics).items() if shapes}
         with warnings.catch_warnings():  # "compute was called before update": on a rank without rows it is
             warnings.simplefilter("ignore", UserWarning)
-            scores = {name: metric.compute() for name, metric in metrics.items() if name in used}
+            scores = {name: _compute(name, metric) for name, metric in metrics.items() if name in used}
         for metric in metrics.values():
             metric.reset()
         return scores, int(scores.pop("rows", 0))
+
+
+def _compute(name: str, metric: torchmetrics.Metric) -> Tensor:
+    try:
+        return cast(Tensor, metric.compute())
+    except ValueError as e:  # R² of one row, say; alike on all ranks, since all hold the same states by now
+        log.warning("%s is not defined on these rows: %s", name, e)
+        return torch.tensor(torch.nan, device=metric.device)
 
 
 def _adopt_shapes(metrics: dict[str, torchmetrics.Metric]) -> dict[str, Any]:
