@@ -67,8 +67,8 @@ class StreamDataModule(L.LightningDataModule):
             raise ValueError(
                 f"--data.split {list(split)}: expected three shares, each at least 0, that sum to at most 1."
             )
-        self.source, self.predict_source = source, predict_source
-        self.own_sources = {"val": val_source, "test": test_source}
+        self.source = source
+        self.own_sources = {"val": val_source, "test": test_source, "predict": predict_source}
         self.split, self.split_seed = split, split_seed
         self.batch_size, self.eval_batch_size, self.chunk_size = batch_size, eval_batch_size, chunk_size
         self.num_workers, self.shuffle, self.drop_last = num_workers, shuffle, drop_last
@@ -83,11 +83,13 @@ class StreamDataModule(L.LightningDataModule):
         return int(stated) if stated is not None else self.source.read(torch.zeros(1, dtype=torch.int64))[0].shape[-1]
 
     def sources(self) -> list[Source]:
-        return [s for s in (self.source, *self.own_sources.values(), self.predict_source) if s is not None]
+        return [s for s in (self.source, *self.own_sources.values()) if s is not None]
 
     def part(self, name: str) -> tuple[Source, Part]:
         """The source and the rows of it that make up "train", "val", "test" or "predict"."""
-        own = (self.predict_source or self.source) if name == "predict" else self.own_sources.get(name)
+        own = self.own_sources.get(name)
+        if name == "predict" and own is None:
+            own = self.source
         if own is not None:
             return own, Part(len(own), 0.0, 1.0)
         shares = [s if self.own_sources.get(p) is None else 0.0 for p, s in zip(PARTS, self.split, strict=True)]
@@ -121,7 +123,7 @@ class StreamDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)  # left by seed_everything, for all ranks alike
-        self.check(stage)
+        self.check(TrainerFn(stage).value)
 
     def check(self, stage: str) -> None:
         """Refuse data or limits that cannot do what ``stage`` ("fit", "validate", "test", "predict") asks.
