@@ -23,13 +23,30 @@ from project.engine.report import Report
 from project.engine.resume import Resume
 from project.mistakes import check_config_file, in_words, unwrapped
 from project.module import Module
+from project.resuming import (
+    check_weights,
+    finished,
+    folder_to_resume,
+    last_checkpoint,
+    load,
+    load_weights,
+    settle_optimizer,
+)
 from project.run import Run, environment, output_file
-from project.summary import has_test, quiet, rows_words, say_end, say_scores, say_start
-from project.usage import COMMANDS, DEFAULT_CLASSES, Failed, Parser, UsageError, arguments
+from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start
+from project.usage import COMMANDS, DEFAULT_CLASSES, Failed, Parser, UsageError, arguments, given
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
 IN_FEATURES = "model.init_args.net.init_args.in_features"
-ONCE = ("config", "ckpt_path", "run_dir", "output")  # asked of one run, so not part of the config that reruns it
+ONCE = (
+    "config",
+    "ckpt_path",
+    "run_dir",
+    "output",
+    "resume",
+    "resume_changed",
+    "init_weights",
+)  # asked of one run, so not part of the config that reruns it
 
 
 class CLI(LightningCLI):
@@ -40,6 +57,10 @@ class CLI(LightningCLI):
         if self.command not in COMMANDS:
             near = difflib.get_close_matches(self.command, COMMANDS, 1) or [f"one of {', '.join(COMMANDS)}"]
             raise UsageError(f"{self.command}: no such command; did you mean {near[0]}?")
+        self.resumed = folder_to_resume(self.command, given([], self.flags))
+        self.saved_config = str(self.resumed / "config.yaml") if self.resumed else ""
+        self.files = [self.saved_config, *self.files] if self.resumed else self.files
+        self.complete = False
         self.run: Run | None = None
         self.checkpoints: Checkpoints | None = None
         self.output = Path()
@@ -61,7 +82,12 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         parser.add_argument("--run_dir", type=str | None, help="The run folder. Default: runs/<config name>/<time>.")
+        parser.add_argument(
+            "--resume", type=str | None, help="Go on in this run folder; auto: in --run_dir, if it can."
+        )
+        parser.add_argument("--resume_changed", type=bool, default=False, help="Resume even if it cannot be exact.")
         parser.add_argument("--ckpt_path", type=str | None, help="Checkpoint to go on from, or to evaluate.")
+        parser.add_argument("--init_weights", type=str | None, help="Checkpoint to take only the weights from.")
         parser.add_argument(
             "--weights_only", type=bool, default=True, help="Safe loading; false trusts the checkpoint."
         )
@@ -92,7 +118,8 @@ class CLI(LightningCLI):
 
     def typed(self, name: str) -> bool:
         """Whether a setting, or one of its parts, comes from a flag or a config file rather than from a default."""
-        return any(f"{k}.".startswith(f"{name}.") and s.file != DEFAULT_CONFIG for k, s in self.given.items())
+        untyped = (DEFAULT_CONFIG, self.saved_config)  # the config of a resumed run ranks as its checkpoint does
+        return any(f"{k}.".startswith(f"{name}.") and s.file not in untyped for k, s in self.given.items())
 
     def _in_features(self, data: L.LightningDataModule) -> Any:
         """The input size of the net, which follows from the data; data of the user's own may not tell it."""
@@ -110,7 +137,9 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse what cannot work before any data is opened."""
-        path = self.config.ckpt_path
+        path, safe = self.config.ckpt_path, self.config.weights_only
+        if path and self.config.init_weights:
+            raise UsageError("--ckpt_path and --init_weights: the first restores everything; leave one of them out.")
         if self.config.trainer.default_root_dir is not None:
             raise UsageError("--default_root_dir: give the run folder with --run_dir.")
         if self.command != "fit" and not path:
@@ -121,6 +150,14 @@ class CLI(LightningCLI):
             raise UsageError(f"--output {self.config.output}: only predict writes such a file.")
         if (micro := self.config.trainer.accumulate_grad_batches) < 1:
             raise UsageError(f"--accumulate_grad_batches {micro}: expected a whole number of at least 1.")
+        if self.resumed:
+            path = str(last_checkpoint(self.resumed))
+        self.path, local = path, path and "://" not in path
+        self.checkpoint = load("--resume" if self.resumed else "--ckpt_path", path, safe) if local else {}
+        names = self.config.optimizer.get("init_args") or {}
+        self.replaced = settle_optimizer(
+            self.config, {n for n in names if self.typed(f"optimizer.{n}")}, self.checkpoint
+        )
         follow_launcher(self.config.trainer, self.typed("trainer.devices"))
         check_devices(self.config.trainer)
 
@@ -131,7 +168,11 @@ class CLI(LightningCLI):
             self.model.optimizer, self.model.lr_scheduler = self.config_init.optimizer, self.config_init.lr_scheduler
         elif own := [name for name in ("optimizer", "lr_scheduler") if self.typed(name) and self.command == "fit"]:
             raise UsageError(f"--{own[0]}: {type(self.model).__name__} has a configure_optimizers of its own.")
+        check_weights("--resume" if self.resumed else "--ckpt_path", self.path or "", self.checkpoint, self.model)
+        if self.config.init_weights:
+            load_weights(self.config.init_weights, self.model, self.config.weights_only)
         self.trainer = self.instantiate_trainer()
+        self.complete = self.command == "fit" and finished(self.checkpoint, self.trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The Trainer with our parts, each of which steps back for one of the user's. The run folder is reserved."""
@@ -144,7 +185,7 @@ class CLI(LightningCLI):
         if bare:
             self.report.first_step = 0  # which nobody will tell it
         else:
-            callbacks += [self.report, Resume()]
+            callbacks += [self.report, Resume(self.config.resume_changed, self.replaced)]
             if not own_bar:
                 config["enable_progress_bar"] = False
             config["enable_model_summary"] = bool(config["enable_model_summary"])
@@ -154,7 +195,9 @@ class CLI(LightningCLI):
         elif config["enable_checkpointing"] is None and not bare:
             config["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
         if is_rank_zero():
-            self.run = Run(self.config.run_dir, Path(self.files[0] if self.files else DEFAULT_CONFIG).stem)
+            name = Path(self.files[0] if self.files else DEFAULT_CONFIG).stem
+            replace = self.config.resume == "auto"
+            self.run = Run(self.resumed or self.config.run_dir, name, resumed=bool(self.resumed), replace=replace)
             config["default_root_dir"] = str(self.run.folder)
         if config["logger"] in (None, True) and not bare:
             config["logger"] = [] if dry else self._loggers()
@@ -170,14 +213,19 @@ class CLI(LightningCLI):
 
     def _loggers(self) -> list[Logger]:
         folder = self.run.folder if self.run is not None else Path()  # other ranks write nothing
-        return [TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard"), MetricsCSV(folder)]
+        purge = self.checkpoint["global_step"] + 1 if self.resumed else None  # what a dead attempt logged after it
+        board = TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard", purge_step=purge)
+        return [board, MetricsCSV(folder)]
 
     # ---- before, during and after the run
 
     def start(self) -> None:
         """Refuse what the data and the model cannot do, fill the run folder, and say what is about to run."""
         self.begun = time.monotonic()
-        if self.run is None:
+        if self.complete and self.run is not None:
+            self.run.discard()
+            print(f"complete    {self.path} has reached --max_epochs or --max_steps; larger limits go on from there")
+        if self.complete or self.run is None:
             return
         self._check()
         if self.command == "predict":
@@ -192,7 +240,13 @@ class CLI(LightningCLI):
         config = self.config.clone()
         for name in ONCE:
             config.pop(name, None)
-        self.run.record(self.parser.dump(config, skip_unset=False, skip_validation=True), environment(devices))
+        text = self.parser.dump(config, skip_unset=False, skip_validation=True)
+        if self.checkpoint and self.command == "fit":
+            say_resumed(self.path, self.checkpoint, self.saved_config, text, self.config.get("lr_scheduler"))
+        for logger in self.trainer.loggers:
+            if self.resumed and isinstance(logger, MetricsCSV):
+                logger.rewind(self.checkpoint["global_step"])
+        self.run.record(text, environment(devices), self.checkpoint.get("global_step", 0))
         say_start(self.run.folder, devices, self.model, self.datamodule, self.trainer, self.command, self.checkpoints)
 
     def _check(self) -> None:
@@ -212,7 +266,7 @@ class CLI(LightningCLI):
     def fit(self) -> None:
         """Train; then test the best checkpoint, or what there is, and say what was done."""
         trainer, saved = self.trainer, self.checkpoints
-        trainer.fit(self.model, self.datamodule, ckpt_path=self.config.ckpt_path, weights_only=self.config.weights_only)
+        trainer.fit(self.model, self.datamodule, ckpt_path=self.path, weights_only=self.config.weights_only)
         first = self.report.first_step
         steps = trainer.global_step - (trainer.global_step if first is None else first)
         if not steps:
@@ -256,7 +310,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         cli = CLI(sys.argv[1:] if argv is None else argv)
         cli.start()
-        getattr(cli, cli.command)()
+        if not cli.complete:
+            getattr(cli, cli.command)()
     except Exception as wrapped:
         e = unwrapped(wrapped)
         if not isinstance(e, UsageError) and not in_words(e):

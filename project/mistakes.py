@@ -14,6 +14,7 @@ from project.usage import (
     DEFAULT_CLASSES,
     SHORT_NAMES,
     TRAINER,
+    Failed,
     Setting,
     UsageError,
     class_at,
@@ -110,9 +111,12 @@ def in_words(e: BaseException) -> bool:
 
 
 def unwrapped(e: Exception) -> Exception:
-    """The error raised while a class was made; jsonargparse wraps it in a listing of the whole configuration."""
+    """The error itself: jsonargparse puts it in a listing of the configuration, torch in a text from a data worker."""
     while isinstance(e.__cause__, Exception) and "jsonargparse" in traceback.extract_tb(e.__traceback__)[-1].filename:
         e = e.__cause__
+    ours = r"Caught ValueError in DataLoader worker .*[/\\]project[/\\][^\n]*\n +raise .*?\nValueError: (.*)"
+    if found := re.match(ours, str(e), re.S):
+        return Failed(found[1].strip())
     return e
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from project.engine.predictions import ENDINGS
+from project.resuming import OURS
 from project.usage import UsageError
 
 
@@ -25,17 +26,26 @@ class Run:
     Args:
         folder: The folder, exactly; None picks ``runs/<name>/<time>``.
         name: The experiment's name.
+        resumed: Go on in the folder of an earlier attempt.
+        replace: Start anew where an attempt died before its first checkpoint, in place of what it left.
 
     Raises:
         UsageError: If the folder has something in it, or cannot be made.
     """
 
-    def __init__(self, folder: str | None, name: str) -> None:
+    def __init__(self, folder: str | Path | None, name: str, resumed: bool = False, replace: bool = False) -> None:
         self._made: list[Path] = []
+        self._new_files: list[Path] = []
         try:
+            if resumed:
+                self.folder = Path(str(folder))
+                return
+            if replace and folder:
+                _remove_attempt(Path(folder))
             self.folder = self._given(Path(folder)) if folder else self._new(Path("runs", name))
         except OSError as e:
-            raise UsageError(f"--run_dir {folder or Path('runs', name)}: cannot make it: {e.strerror}.") from None
+            wanted = folder or Path("runs", name)
+            raise UsageError(f"--run_dir {wanted}: cannot make {e.filename or wanted}: {e.strerror}.") from None
 
     def _given(self, folder: Path) -> Path:
         if folder.is_dir() and any(folder.iterdir()):
@@ -66,17 +76,38 @@ class Run:
             self._made.append(folder)
 
     def discard(self) -> None:
-        """Take back what was made for a run that never began. The folder was this job's alone, and empty before."""
-        for path in self.folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        """Take back what was made for a run that never began."""
+        for path in self._new_files:
+            path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another job may have come to the same parent
             for folder in reversed(self._made):
                 folder.rmdir()
 
-    def record(self, config: str, environment: dict[str, Any]) -> None:
-        """Write ``config.yaml`` and ``environment.json``."""
-        (self.folder / "config.yaml").write_text(config)
-        (self.folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    def record(self, config: str, environment: dict[str, Any], step: int = 0) -> None:
+        """Write ``config.yaml`` and ``environment.json``; those of an attempt before ``step`` stay under other names."""
+        for name, text in (("config.yaml", config), ("environment.json", json.dumps(environment, indent=2) + "\n")):
+            path = self.folder / name
+            if path.exists():
+                if path.read_text() == text:
+                    continue
+                path.replace(_free(path.with_name(f"{path.stem}-until-step-{step}{path.suffix}")))
+            path.write_text(text)
+            self._new_files.append(path)
+
+
+def _free(path: Path) -> Path:
+    """The path, or one like it that is not taken."""
+    names = (path, *(path.with_name(f"{path.stem}-{i}{path.suffix}") for i in range(2, 10**6)))
+    return next(p for p in names if not p.exists())
+
+
+def _remove_attempt(folder: Path) -> None:
+    for name in OURS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def output_file(given: str | None, folder: Path) -> Path:

@@ -169,6 +169,11 @@ class Parser(LightningArgumentParser):
                 self._show(f"{cls.__module__}.{cls.__name__}", _class_help(key, cls))
         return self.parse_args([part for file in files for part in ("--config", file)] + flags)
 
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """A config that reruns. The input size of a net follows from the data, unless it had to be typed."""
+        kwargs["skip_link_targets"] = self.exit_on_error and "model.net.in_features" not in self.typed
+        return super().dump(*args, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of one class within the command's, which will put it in context
             super().error(message, ex)
