@@ -133,13 +133,11 @@ class Module(L.LightningModule):
     def setup(self, stage: str) -> None:
         for scores in self._scores.values():
             cast(Scores, scores).prepare(self.trainer.strategy.root_device)
-        # A checkpoint brings what was fitted; it is restored after this hook.
+
+    def on_fit_start(self) -> None:
         if (
-            stage == "fit"
-            and self.standardise is not None
-            and not self.standardise.fitted
-            and not self.trainer.ckpt_path
-        ):
+            self.standardise is not None and not self.standardise.fitted
+        ):  # a checkpoint may have brought what was fitted
             self._fit_standardise(self.standardise)
 
     def _fit_standardise(self, standardise: Standardise) -> None:

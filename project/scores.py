@@ -21,8 +21,9 @@ class Scores(nn.Module):
 
     def __init__(self, metrics: dict[str, torchmetrics.Metric]) -> None:
         super().__init__()
-        # A mean over rows, not over batches, so neither batch size nor devices show. A NaN stays a NaN.
-        self.loss = torchmetrics.MeanMetric(nan_strategy="disable")
+        # The loss is a mean over rows, not over batches, so neither batch size nor devices show. A NaN stays a NaN.
+        # Two sums, since MeanMetric of torchmetrics 1.9 ignores weights if NaNs are to stay.
+        self.loss = torchmetrics.SumMetric(nan_strategy="disable")
         self.rows = torchmetrics.SumMetric()
         self.metrics = nn.ModuleDict({name: metric.clone() for name, metric in metrics.items()})
 
@@ -43,7 +44,7 @@ class Scores(nn.Module):
             classes = type(metric).__module__.startswith("torchmetrics.classification")
             cast(torchmetrics.Metric, metric).update(pred, target.long() if classes else target)
         if loss is not None:
-            self.loss.update(loss.to(exact), weight=len(pred))
+            self.loss.update(loss.to(exact) * len(pred))
         self.rows.update(len(pred))
 
     def take(self) -> tuple[dict[str, Tensor], int]:
@@ -59,7 +60,10 @@ class Scores(nn.Module):
             scores = {name: _compute(name, metric) for name, metric in metrics.items() if name in used}
         for metric in metrics.values():
             metric.reset()
-        return scores, int(scores.pop("rows", 0))
+        rows = scores.pop("rows", torch.tensor(0))
+        if "loss" in scores:
+            scores["loss"] = scores["loss"] / rows
+        return scores, int(rows)
 
 
 def _compute(name: str, metric: torchmetrics.Metric) -> Tensor:

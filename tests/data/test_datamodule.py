@@ -136,7 +136,7 @@ def test_a_fraction_that_cuts_a_window_is_rounded_with_a_line(limit: dict, words
 
     caplog.set_level(logging.INFO, "project")
     validations = Validations()
-    data = {**FOUR, "val_source": Numbered(4)}
+    data = {**FOUR, "val_source": Numbered(4), "eval_batch_size": 2}
     trainer, _, _ = fit(Numbered(20), None, 1, (validations,), data, accumulate_grad_batches=4, **limit)
     assert words in caplog.text
     assert trainer.global_step == steps
