@@ -60,7 +60,12 @@ def check_devices(config: Any) -> None:
     Raises:
         UsageError: With what was asked, what was found, and what works here.
     """
-    accelerator, devices = config["accelerator"], config["devices"]
+    accelerator, devices, strategy = config["accelerator"], config["devices"], str(config.get("strategy"))
+    if started := re.search(r"spawn|fork|notebook", strategy):
+        raise UsageError(
+            f"--strategy {strategy}: what its processes have done is lost to the command. "
+            f"What works: --strategy {strategy.replace(f'_{started[0]}', '')}"
+        )
     gpus, mps = torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.backends.mps.is_available()
     if {"gpu": not (gpus or mps), "cuda": not gpus, "mps": not mps}.get(accelerator, False):
         raise UsageError(

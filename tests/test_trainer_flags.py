@@ -60,6 +60,7 @@ REFUSED = [
     ("--accelerator quantum", "invalid accelerator name"),
     ("--accelerator gpu", "--accelerator cpu"),
     ("--strategy magic", "invalid strategy name"),
+    ("--strategy ddp_spawn --devices 2", "What works: --strategy ddp"),
     ("--strategy fsdp", "requires a GPU"),
     ("--num_nodes 2", "torchrun"),
     ("--precision 16.5", "bf16-mixed"),
