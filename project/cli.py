@@ -21,6 +21,7 @@ from project.engine.metrics_csv import MetricsCSV
 from project.engine.predictions import PredictionWriter
 from project.engine.report import Report
 from project.engine.resume import Resume
+from project.engine.signals import Signals
 from project.mistakes import check_config_file, in_words, unwrapped
 from project.module import Module
 from project.resuming import (
@@ -185,7 +186,7 @@ class CLI(LightningCLI):
         if bare:
             self.report.first_step = 0  # which nobody will tell it
         else:
-            callbacks += [self.report, Resume(self.config.resume_changed, self.replaced)]
+            callbacks += [self.report, Resume(self.config.resume_changed, self.replaced), Signals()]
             if not own_bar:
                 config["enable_progress_bar"] = False
             config["enable_model_summary"] = bool(config["enable_model_summary"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -97,8 +98,8 @@ class Run:
 
 def _free(path: Path) -> Path:
     """The path, or one like it that is not taken."""
-    names = (path, *(path.with_name(f"{path.stem}-{i}{path.suffix}") for i in range(2, 10**6)))
-    return next(p for p in names if not p.exists())
+    numbered = (path.with_name(f"{path.stem}-{i}{path.suffix}") for i in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
 def _remove_attempt(folder: Path) -> None:
