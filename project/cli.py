@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningCLI, LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -34,7 +35,7 @@ from project.resuming import (
     settle_optimizer,
 )
 from project.run import Run, environment, output_file
-from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start
+from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
 from project.usage import COMMANDS, DEFAULT_CLASSES, Failed, Parser, UsageError, arguments, given
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
@@ -92,6 +93,7 @@ class CLI(LightningCLI):
         parser.add_argument(
             "--weights_only", type=bool, default=True, help="Safe loading; false trusts the checkpoint."
         )
+        parser.add_argument("--val_every_n_steps", type=PositiveInt | None, help="Validate in optimizer steps.")
         parser.add_argument("--output", type=str | None, help="predict: the .csv, .parquet or .npy file to write.")
         parser.add_argument(
             "--optimizer",
@@ -151,6 +153,8 @@ class CLI(LightningCLI):
             raise UsageError(f"--output {self.config.output}: only predict writes such a file.")
         if (micro := self.config.trainer.accumulate_grad_batches) < 1:
             raise UsageError(f"--accumulate_grad_batches {micro}: expected a whole number of at least 1.")
+        if self.config.val_every_n_steps and self.config.trainer.val_check_interval not in (None, 1.0):
+            raise UsageError("--val_every_n_steps and --val_check_interval both say when to validate; leave one out.")
         if self.resumed:
             path = str(last_checkpoint(self.resumed))
         self.path, local = path, path and "://" not in path
@@ -180,6 +184,8 @@ class CLI(LightningCLI):
         config = dict(self.config_init.trainer)
         callbacks = config["callbacks"] or []
         config["callbacks"] = callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        if every := self.config.val_every_n_steps:  # Lightning counts micro-batches
+            config.update(val_check_interval=every * config["accumulate_grad_batches"], check_val_every_n_epoch=None)
         bare, dry = config["barebones"], config["barebones"] or config["fast_dev_run"]
         own_bar = any(isinstance(c, ProgressBar) for c in callbacks)
         self.report = Report(draw=config["enable_progress_bar"] is not False and not own_bar)
@@ -278,6 +284,7 @@ class CLI(LightningCLI):
             trainer.test(self.model, self.datamodule, ckpt_path=path or None, weights_only=True, verbose=False)
             which = "best" if saved is not None and saved.best_path else "last"
             tested = f"{Path(path).name}, the {which}" if path else "the weights in memory"
+            tested += scored_words(self.model, "test")
             scores |= {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("test/")}
         if self.run is not None:
             rows, seconds = rows_words(self.datamodule, self.report.rows_used), time.monotonic() - self.begun
@@ -292,6 +299,7 @@ class CLI(LightningCLI):
     def _evaluate(self, run: Callable[..., Any]) -> None:
         run(self.model, self.datamodule, self.config.ckpt_path, verbose=False, weights_only=self.config.weights_only)
         if self.run is not None:
+            print(f"{self.command:<12}done{scored_words(self.model, 'val' if self.command == 'validate' else 'test')}")
             say_scores({name: float(v) for name, v in self.trainer.callback_metrics.items()})
             print(f"results     {self.run.folder}", flush=True)
 

@@ -19,6 +19,7 @@ NOTHING_TO_DO = (
     "callbacks used to create the checkpoint need to be provided",
     "is smaller than the logging interval",  # the report of an epoch covers its rest
     "does not have many workers",
+    "Total length of `list` across ranks is zero",  # training without validation was asked for
     "`Trainer\\(barebones=True\\)` is configured",
 )
 
@@ -88,9 +89,18 @@ def rows_words(data: L.LightningDataModule, used: int) -> str:
     words = f"; {used:,} rows used" if used else ""
     if not isinstance(data, StreamDataModule) or data.train_stream is None:
         return words
-    shares, rows = data.train_stream.windows.shares, data.train_stream.windows.order.n
-    dropped = rows - shares.full - shares.tail
-    return f"{words}; {dropped:,} of {rows:,} rows dropped an epoch (an incomplete effective batch)"
+    used_an_epoch, rows = data.rows_of_epoch()
+    shares, skipped = data.train_stream.windows.shares, getattr(data.source, "skipped", 0)
+    whole = shares.full + shares.tail
+    words += f"; of {rows:,} rows an epoch {rows - whole:,} dropped (an incomplete effective batch)"
+    words += f", {whole - used_an_epoch:,} beyond the limit" if used_an_epoch < whole else ""
+    return words + (f"; {skipped:,} bad rows skipped" if skipped else "")
+
+
+def scored_words(model: L.LightningModule, stage: str) -> str:
+    """How many rows the scores of "val" or "test" are of, if the model counts them."""
+    rows: int | None = getattr(model, "rows_scored", {}).get(stage)
+    return "" if rows is None else f"; {rows:,} rows"
 
 
 def has_test(data: L.LightningDataModule, trainer: L.Trainer) -> bool:
