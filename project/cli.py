@@ -21,7 +21,7 @@ from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.predictions import PredictionWriter
 from project.engine.report import Report
-from project.engine.resume import Resume
+from project.engine.resume import Resume, check_same
 from project.engine.signals import Signals
 from project.mistakes import check_config_file, in_words, unwrapped
 from project.module import Module
@@ -40,15 +40,8 @@ from project.usage import COMMANDS, DEFAULT_CLASSES, Failed, Parser, UsageError,
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
 IN_FEATURES = "model.init_args.net.init_args.in_features"
-ONCE = (
-    "config",
-    "ckpt_path",
-    "run_dir",
-    "output",
-    "resume",
-    "resume_changed",
-    "init_weights",
-)  # asked of one run, so not part of the config that reruns it
+# Asked of one run, so not part of the config that reruns it.
+ONCE = ("config", "ckpt_path", "run_dir", "output", "resume", "resume_changed", "init_weights")
 
 
 class CLI(LightningCLI):
@@ -121,7 +114,10 @@ class CLI(LightningCLI):
 
     def typed(self, name: str) -> bool:
         """Whether a setting, or one of its parts, comes from a flag or a config file rather than from a default."""
-        untyped = (DEFAULT_CONFIG, self.saved_config)  # the config of a resumed run ranks as its checkpoint does
+        untyped = (
+            DEFAULT_CONFIG,
+            self.saved_config or DEFAULT_CONFIG,
+        )  # the config of a resumed run ranks as its checkpoint does
         return any(f"{k}.".startswith(f"{name}.") and s.file not in untyped for k, s in self.given.items())
 
     def _in_features(self, data: L.LightningDataModule) -> Any:
@@ -159,10 +155,7 @@ class CLI(LightningCLI):
             path = str(last_checkpoint(self.resumed))
         self.path, local = path, path and "://" not in path
         self.checkpoint = load("--resume" if self.resumed else "--ckpt_path", path, safe) if local else {}
-        names = self.config.optimizer.get("init_args") or {}
-        self.replaced = settle_optimizer(
-            self.config, {n for n in names if self.typed(f"optimizer.{n}")}, self.checkpoint
-        )
+        self.replaced = settle_optimizer(self.config, self.typed, self.checkpoint)
         follow_launcher(self.config.trainer, self.typed("trainer.devices"))
         check_devices(self.config.trainer)
 
@@ -266,6 +259,8 @@ class CLI(LightningCLI):
             data.trainer = self.trainer
             data.prepare_data()
             data.check(self.command)
+            if self.command == "fit" and not self.config.resume_changed:
+                check_same(data, self.checkpoint)
             if isinstance(self.model, Module):
                 source, _ = data.part("predict" if self.command == "predict" else "train")
                 self.model.check_input(source.read(torch.zeros(1, dtype=torch.int64))[0])

@@ -108,10 +108,15 @@ class Module(L.LightningModule):
             self.measure(stage, pred, y, self.compute_loss(pred, y))
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.results("val"), sync_dist=True)  # already those of all ranks; this only tells Lightning so
+        self._log_results("val")
 
     def on_test_epoch_end(self) -> None:
-        self.log_dict(self.results("test"), sync_dist=True)
+        self._log_results("test")
+
+    def _log_results(self, stage: str) -> None:
+        # "step" is where loggers put the values; left to itself, Lightning counts one step too few during fit.
+        # The scores are already those of all ranks; sync_dist only tells Lightning so.
+        self.log_dict({**self.results(stage), "step": float(self.trainer.global_step)}, sync_dist=True)
 
     # ---- optimizer, start, gradients
 

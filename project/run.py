@@ -36,7 +36,7 @@ class Run:
 
     def __init__(self, folder: str | Path | None, name: str, resumed: bool = False, replace: bool = False) -> None:
         self._made: list[Path] = []
-        self._new_files: list[Path] = []
+        self._resumed = resumed
         try:
             if resumed:
                 self.folder = Path(str(folder))
@@ -54,6 +54,7 @@ class Run:
                 f"--run_dir {folder} exists and is not empty: nothing in it is overwritten. Choose another folder."
             )
         self._make(folder)
+        (folder / "environment.json").touch(exist_ok=False)  # fails if another job has just taken the same empty folder
         return folder
 
     def _new(self, parent: Path) -> Path:
@@ -78,22 +79,22 @@ class Run:
 
     def discard(self) -> None:
         """Take back what was made for a run that never began."""
-        for path in self._new_files:
-            path.unlink(missing_ok=True)
+        if self._resumed:
+            return
+        _remove_attempt(self.folder)
         with contextlib.suppress(OSError):  # another job may have come to the same parent
             for folder in reversed(self._made):
                 folder.rmdir()
 
     def record(self, config: str, environment: dict[str, Any], step: int = 0) -> None:
-        """Write ``config.yaml`` and ``environment.json``; those of an attempt before ``step`` stay under other names."""
+        """Write ``config.yaml`` and ``environment.json``; those before ``step`` keep other names."""
         for name, text in (("config.yaml", config), ("environment.json", json.dumps(environment, indent=2) + "\n")):
             path = self.folder / name
-            if path.exists():
+            if path.exists() and path.stat().st_size:
                 if path.read_text() == text:
                     continue
                 path.replace(_free(path.with_name(f"{path.stem}-until-step-{step}{path.suffix}")))
             path.write_text(text)
-            self._new_files.append(path)
 
 
 def _free(path: Path) -> Path:

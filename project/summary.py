@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,6 +13,7 @@ from project.data.datamodule import PARTS, StreamDataModule
 from project.devices import is_rank_zero
 from project.engine.checkpoint import Checkpoints
 from project.engine.report import peak_memory
+from project.resuming import changes
 
 # Warnings of Lightning and torch that a user cannot act on
 NOTHING_TO_DO = (
@@ -63,6 +65,19 @@ def say_start(
         best = "best" if checkpoints.save_top_k == 1 else f"{checkpoints.save_top_k} best"
         print(f"checkpoints the {best} by {checkpoints.monitor} ({checkpoints.mode}) and last.ckpt")
     print(f"run folder  {folder}", flush=True)
+
+
+def say_resumed(path: str, checkpoint: dict[str, Any], saved_config: str, config: str, scheduler: Any) -> None:
+    """Where training goes on, what differs from the saved config, what the schedule does now."""
+    print(f"resume      {path}, after optimizer step {checkpoint['global_step']:,}")
+    if saved_config:
+        for change in changes(Path(saved_config).read_text(), config):
+            print(f"changed     {change}")
+    if scheduler:
+        name = scheduler["class_path"].rpartition(".")[2]
+        print(
+            f"schedule    {name} goes on from step {checkpoint['global_step']:,}; its settings do not follow the limits"
+        )
 
 
 def say_scores(scores: Mapping[str, float]) -> None:

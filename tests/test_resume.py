@@ -109,7 +109,7 @@ def sweep(
         extra=[lambda d: savers.append(SaveEverywhere(tmp_path, d)) or savers[-1]], data=data, **settings
     )
     files = savers[0].files[::every]
-    for path, step, hook, validated in files:
+    for path, step, _hook, validated in files:
         t, again, then = run(ckpt=path, data=then_data or data, **{**settings, **(then_trainer or {})})
         where = f"{path.name} under Lightning {L.__version__}"
         assert torch.allclose(again, weights, rtol=0, atol=tolerance), f"weights differ from {where}"
@@ -158,6 +158,18 @@ def test_the_same_effective_batch_continues_in_another_shape(tmp_path, how):
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 def test_other_settings_resume_exactly(tmp_path, data, optimizer):
     assert sweep(tmp_path, 3, {"max_epochs": 2}, {}, every=11, data=data, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stop", [1, 4, 6, 7])
+def test_stopped_by_a_limit_after_any_step_it_goes_on_as_if_never_stopped(tmp_path, accumulate, stop):
+    _, weights, diary = run(max_epochs=3, accumulate_grad_batches=accumulate)
+    t, _, first = run(max_epochs=3, max_steps=stop, accumulate_grad_batches=accumulate)
+    t.save_checkpoint(tmp_path / "end.ckpt")
+    _, again, then = run(ckpt=tmp_path / "end.ckpt", max_epochs=3, accumulate_grad_batches=accumulate)
+    assert {**first.steps, **then.steps} == diary.steps
+    assert first.validations + then.validations == diary.validations
+    assert torch.equal(again, weights)
 
 
 def first_checkpoint(tmp_path):

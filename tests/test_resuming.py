@@ -64,10 +64,10 @@ def test_resume_goes_on_in_the_same_folder_as_if_never_stopped(run):
     assert "resume      cut/checkpoints/last.ckpt, after optimizer step 37" in out
     assert "changed     trainer.max_steps: 37 → -1" in out
     assert equal(last("whole"), last("cut"))
-    compared = [n for n in rows("whole")[0] if n not in ("rows_per_s", "seconds") and not n.startswith("test/")]
-    kept = {r["step"]: [r.get(n) for n in compared if "test" not in n] for r in rows("cut")}
+    kept = {r["step"]: r for r in rows("cut")}
     for row in rows("whole"):
-        assert [row[n] for n in compared if "test" not in n] == kept[row["step"]]
+        values = {n: v for n, v in row.items() if n != "rows_per_s"}  # the one value that may differ
+        assert {n: kept[row["step"]].get(n) for n in values} == values
     steps = [int(r["step"]) for r in rows("cut")]
     assert steps == sorted(set(steps))
     assert Path("cut/config-until-step-37.yaml").exists()
@@ -87,7 +87,7 @@ def test_larger_limits_go_on(run):
     code, out, _ = run("--resume", "done", "--max_epochs", "3", config=None)
     assert code == 0
     assert "changed     trainer.max_epochs: 2 → 3" in out
-    assert "schedule    CosineAnnealingLR goes on from there" in out
+    assert "schedule    CosineAnnealingLR goes on from" in out
     assert last("done")["global_step"] == 150
 
 
@@ -103,7 +103,7 @@ def test_resume_auto_replaces_what_an_attempt_without_a_checkpoint_left(run):
     Path("job/config.yaml").write_text("trainer: {}")
     Path("job/metrics.csv").write_text("step,x\n1,2\n")
     assert run("--resume", "auto", "--run_dir", "job", "--max_steps", "20")[0] == 0
-    assert [r["step"] for r in rows("job")][0] == "10"
+    assert next(r["step"] for r in rows("job")) == "10"
 
 
 def test_resume_auto_does_not_replace_what_is_not_a_run(run):

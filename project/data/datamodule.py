@@ -121,8 +121,12 @@ class StreamDataModule(L.LightningDataModule):
         """Rows of an optimizer step over all ranks and accumulated micro-batches."""
         return self.micro_rows * int(self.trainer_in_use.accumulate_grad_batches)
 
+    @property
+    def seed(self) -> int:
+        """Seed of the order of rows: what ``seed_everything`` left, for all ranks alike."""
+        return int(os.environ.get("PL_GLOBAL_SEED") or 0)
+
     def setup(self, stage: str) -> None:
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)  # left by seed_everything, for all ranks alike
         self.check(TrainerFn(stage).value)
 
     def check(self, stage: str) -> None:
@@ -208,14 +212,16 @@ class StreamDataModule(L.LightningDataModule):
     def position(self) -> tuple[int, int]:
         """(epoch, rows of it that are in the weights): everything up to the last optimizer step."""
         trainer = self.trainer_in_use
-        epoch, batch = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
-        if epoch.processed == epoch.started or trainer.state.fn != TrainerFn.FITTING:
-            return epoch.processed, 0
-        window = trainer.accumulate_grad_batches
-        done = batch.processed
-        if done < trainer.num_training_batches:
+        epoch, progress = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+        done, number = progress.current.processed, epoch.processed
+        whole = progress.is_last_batch or done >= trainer.num_training_batches
+        if trainer.state.fn != TrainerFn.FITTING or (epoch.started == number and (whole or not done)):
+            return number, 0
+        if not whole:
+            window = trainer.accumulate_grad_batches
             done = done // window * window  # the gradients of an unfinished window are not in the weights
-        return epoch.processed, done * self.micro_rows
+        # A limit (max_steps, max_time) makes Lightning close an epoch before its end: it is still the one to go on in.
+        return number - (epoch.started == number), done * self.micro_rows
 
     def state_dict(self) -> dict[str, Any]:
         epoch, rows = self.position()

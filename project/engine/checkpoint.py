@@ -72,6 +72,11 @@ class Checkpoints(Checkpoint):
         return str(self._path("last.ckpt")) if self._saved_step >= 0 else ""
 
     @property
+    def saved_step(self) -> int:
+        """The optimizer step of the latest save; -1 before the first."""
+        return self._saved_step
+
+    @property
     def best_path(self) -> str:
         """The best checkpoint, or "" if no score was seen."""
         return str(self._path(next(iter(self.best)))) if self.best else ""
@@ -116,7 +121,8 @@ class Checkpoints(Checkpoint):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Saving is something all ranks do together; an exception is not, so several ranks keep what was saved before.
         began = self._saved_step >= 0 or trainer.global_step > 0
-        if trainer.state.fn != TrainerFn.FITTING or not began or trainer.world_size > 1:
+        stand = getattr(exception, "keeps_checkpoints", False)
+        if trainer.state.fn != TrainerFn.FITTING or not began or trainer.world_size > 1 or stand:
             return
         if trainer.global_step != self._saved_step:
             try:

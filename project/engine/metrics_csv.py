@@ -30,6 +30,7 @@ class MetricsCSV(Logger):
         self._row: dict[str, Any] = {}
         self._lines: list[dict[str, Any]] = []
         self._flushed = 0.0
+        self._closed = -1
         if self.path.exists():
             with open(self.path, newline="") as file:
                 self._columns = next(csv.reader(file), self._columns)
@@ -56,6 +57,8 @@ class MetricsCSV(Logger):
         if self._row and self._row["step"] != step:
             self._lines.append(self._row)
             self._row = {}
+        elif not self._row and step == self._closed:  # a test after the fit that closed the row of this step
+            self.rewind(step)
         self._row |= {"step": step} | metrics
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.save()
@@ -80,6 +83,7 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         if self._row:
+            self._closed = self._row["step"]
             self._lines.append(self._row)
             self._row = {}
         self.save()
@@ -88,7 +92,11 @@ class MetricsCSV(Logger):
     def rewind(self, step: int) -> None:
         """Drop the rows after ``step``, the one resumed from, and a last line that was cut short."""
         if self.path.exists():
-            self._rewrite([row for row in self._read() if int(row["step"]) <= step])
+            rows = self._read()
+            self._rewrite([row for row in rows if int(row["step"]) < step])
+            for row in rows:
+                if int(row["step"]) == step:  # what is logged again at this step goes into the same row
+                    self._row = {**{name: value for name, value in row.items() if value}, "step": step}
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():

@@ -133,22 +133,27 @@ class Report(L.Callback):
             logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._rows or self._pending[1] > 0:
+        cut = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # by a limit: reported when whole
+        self._collect(trainer)
+        if self._pending[1] > 0 and not cut:
             self._report(trainer)
         values, (loss, rows) = {}, self._epoch.tolist()
         if rows > 0:
             values["train/epoch_loss"] = loss / rows
-        if self._measure is not None:
+        if self._measure is not None and not cut:
             values |= {name: float(value) for name, value in pl_module.results("train").items()}  # type: ignore[operator]
-        self._send(trainer, values)
-        self._epoch.zero_()
+        if not cut:
+            self._send(trainer, values)
+            self._epoch.zero_()
         words = [f"{n.replace('epoch_', '')} {v:.5g}" for n, v in values.items()]
         words += [f"{n} {float(v):.5g}" for n, v in trainer.callback_metrics.items() if n.startswith("val/")]
         words += [f"{rows / max(time.monotonic() - self._epoch_started, 1e-9):,.0f} rows/s"] if rows else []
         self._screen.line(f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}  " + "  ".join(words))
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer = None
+        if self._pending[1] > 0:  # after the last checkpoint, whose next report they will be part of
+            self._report(trainer)
 
     def _words(self, trainer: L.Trainer) -> str:
         words = [f"step {trainer.global_step:,}"]

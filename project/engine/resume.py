@@ -31,13 +31,14 @@ class Resume(L.Callback):
 
     Args:
         allow_changed: Resume even so; rows may then repeat or be missed in the epoch that was cut.
+        optimizer_values: Values of the optimizer to use instead of the restored ones, e.g. {"lr": 0.1}.
 
     Raises:
         ValueError: When loading a checkpoint whose effective batch, data or seed differ, with a list saved → now.
     """
 
-    def __init__(self, allow_changed: bool = False) -> None:
-        self.allow_changed = allow_changed
+    def __init__(self, allow_changed: bool = False, optimizer_values: dict[str, Any] | None = None) -> None:
+        self.allow_changed, self.optimizer_values = allow_changed, optimizer_values or {}
         self._last_step: int | None = None
 
     # ---- random numbers
@@ -49,11 +50,16 @@ class Resume(L.Callback):
             self._generators.append(torch.cuda.default_generators[device.index or 0])
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out when it resumes inside an epoch
 
+        for name, value in self.optimizer_values.items():
+            _replace(trainer, name, value)
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seed = getattr(trainer.datamodule, "seed", 0)  # type: ignore[attr-defined]
         self._epoch_seed = key(seed, 5, trainer.current_epoch, trainer.global_rank)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         seed = (self._epoch_seed + batch_idx * ODD) % (1 << 63)
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -94,13 +100,8 @@ class Resume(L.Callback):
         data, saved = trainer.datamodule, checkpoint.get(KEY)  # type: ignore[attr-defined]
         if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, StreamDataModule) or saved is None:
             return
-        changed = {n: (saved.get(n), now) for n, now in _identity(data).items() if saved.get(n) != now}
-        if changed and not self.allow_changed:
-            raise ValueError(
-                "This run cannot be resumed exactly. Saved → now:\n"
-                + "\n".join(f"  {name.replace('_', ' ')}: {was} → {now}" for name, (was, now) in changed.items())
-                + "\nRestore these settings, or force it with --resume_changed true."
-            )
+        if not self.allow_changed:
+            check_same(data, checkpoint)
         _rewrite_counters(trainer, data, checkpoint, saved)
         if saved["validation_due"] and 0 <= trainer.max_steps <= checkpoint["global_step"]:
             # The validation after the very last step is still to come, but Lightning would not even enter its loop.
@@ -111,6 +112,39 @@ class Resume(L.Callback):
         if self._last_step is not None:
             trainer.fit_loop.epoch_loop.max_steps = self._last_step
             self._last_step = None
+
+
+def _replace(trainer: L.Trainer, name: str, value: Any) -> None:
+    """Put a typed value of the optimizer in place of the restored one; a rate is also the base of its schedule."""
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            was = group.get("initial_lr", group[name]) if name == "lr" else group[name]
+            if trainer.is_global_zero:
+                print(f"optimizer   {name} {was} → {value}: what was typed, in place of the checkpoint's")
+            if name == "lr" and "initial_lr" in group:
+                group["lr"], group["initial_lr"] = group["lr"] * value / was, value
+            else:
+                group[name] = value
+    for config in trainer.lr_scheduler_configs if name == "lr" else ():
+        scheduler = config.scheduler
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [value] * len(scheduler.base_lrs)
+
+
+def check_same(data: StreamDataModule, checkpoint: dict[str, Any]) -> None:
+    """Refuse to resume with another effective batch, data or seed than the checkpoint's.
+
+    Raises:
+        ValueError: With a list saved → now, and the flag that forces it.
+    """
+    saved = checkpoint.get(KEY, {})
+    changed = {n: (saved[n], now) for n, now in _identity(data).items() if n in saved and saved[n] != now}
+    if changed:
+        raise ValueError(
+            "This run cannot be resumed exactly. Saved → now:\n"
+            + "\n".join(f"  {name.replace('_', ' ')}: {was} → {now}" for name, (was, now) in changed.items())
+            + "\nRestore these settings, or force it with --resume_changed true."
+        )
 
 
 def _identity(data: StreamDataModule) -> dict[str, Any]:
@@ -155,10 +189,13 @@ def _rewrite_counters(
     per_epoch = _limited(len(data.shares("train")), trainer.limit_train_batches)
     done = per_epoch if saved["epoch_done"] else min(per_epoch, saved["rows"] // data.micro_rows)
     epoch = loops["epoch_progress"]
-    inside = epoch["current"]["started"] > epoch["current"]["processed"]
-    if not inside:
+    inside = saved["rows"] > 0 or epoch["current"]["started"] > epoch["current"]["processed"]
+    at = all_at(saved["epoch"])
+    if inside:
+        at["ready"] = at["started"] = saved["epoch"] + 1
+    else:
         done = 0
-        epoch["current"], epoch["total"] = all_at(saved["epoch"]), all_at(saved["epoch"])
+    epoch["current"], epoch["total"] = at, dict(at)
     batch = loops["epoch_loop.batch_progress"]
     batch["current"], batch["total"] = all_at(done), all_at(saved["epoch"] * per_epoch + done)
     batch["is_last_batch"] = inside and done == per_epoch
