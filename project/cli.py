@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -19,6 +19,7 @@ from project.data.datamodule import StreamDataModule
 from project.devices import check_devices, device_words, follow_launcher, is_rank_zero
 from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
 from project.engine.metrics_csv import MetricsCSV
+from project.engine.nonfinite import NonFinite
 from project.engine.predictions import PredictionWriter
 from project.engine.report import Report
 from project.engine.resume import Resume, check_same
@@ -87,6 +88,12 @@ class CLI(LightningCLI):
             "--weights_only", type=bool, default=True, help="Safe loading; false trusts the checkpoint."
         )
         parser.add_argument("--val_every_n_steps", type=PositiveInt | None, help="Validate in optimizer steps.")
+        parser.add_argument(
+            "--nonfinite",
+            type=Literal["stop", "skip"],
+            default="stop",
+            help="On a loss or gradient that is not finite: stop, or skip the step and count it.",
+        )
         parser.add_argument("--output", type=str | None, help="predict: the .csv, .parquet or .npy file to write.")
         parser.add_argument(
             "--optimizer",
@@ -185,7 +192,8 @@ class CLI(LightningCLI):
         if bare:
             self.report.first_step = 0  # which nobody will tell it
         else:
-            callbacks += [self.report, Resume(self.config.resume_changed, self.replaced), Signals()]
+            callbacks += [self.report, Resume(self.config.resume_changed, self.replaced)]
+            callbacks += [Signals(), NonFinite(self.config.nonfinite)]
             if not own_bar:
                 config["enable_progress_bar"] = False
             config["enable_model_summary"] = bool(config["enable_model_summary"])

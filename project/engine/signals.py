@@ -107,7 +107,7 @@ class Signals(L.Callback):
         checkpoints = [c for c in trainer.callbacks if isinstance(c, Checkpoints)]  # type: ignore[attr-defined]
         if not checkpoints or trainer.sanity_checking or not trainer.global_step:
             return "nothing was saved"
-        if checkpoints[0]._saved_step != trainer.global_step:
+        if checkpoints[0].saved_step != trainer.global_step:
             checkpoints[0].save(trainer)
         last = checkpoints[0].last_path
         if not last or not Path(last).exists():

@@ -1,6 +1,5 @@
 """`pytest -m faults` runs every scenario; at the end comes a table: scenario × outcome × seconds."""
 
-import time
 from pathlib import Path
 
 import pytest

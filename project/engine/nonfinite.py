@@ -1,0 +1,197 @@
+"""A loss or gradient that is not finite never reaches the weights: the run stops and says which rows did it."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from project.data.datamodule import StreamDataModule
+from project.engine.checkpoint import Checkpoints
+from project.engine.watch import Stopped
+from project.usage import Failed
+
+SHOWN = 5  # rows named at most
+PIECE = 4096  # rows looked at together
+
+
+class NotFinite(Failed):
+    """A run was stopped by what ``NonFinite`` found."""
+
+    keeps_checkpoints = True  # the last one is the last good one: nothing is saved after it
+
+
+class NonFinite(Callback):
+    """Looks at the gradients before each optimizer step.
+
+    On the CPU, and with ``skip``, the answer is known before the step, which is then not made. On an accelerator
+    nothing waits for it: bad gradients become zero on the device, and the run stops at the next report or save. A loss
+    that is not finite makes every gradient so, on all ranks once they are summed: all ranks see the same.
+
+    Args:
+        mode: "stop" ends the run; "skip" leaves such steps out and counts them.
+
+    Raises:
+        NotFinite: Naming the step, what was not finite, the rows, and the last good checkpoint.
+    """
+
+    def __init__(self, mode: Literal["stop", "skip"] = "stop") -> None:
+        self.mode = mode
+        self.skipped = 0
+        self._largest: list[Tensor] = []  # per step since the last report: the largest gradient, still on the device
+        self._steps: list[tuple[int, int, int]] = []  # … and which it is: step, epoch, its last micro-batch
+        self._last_good = -1  # the step of the last checkpoint before them
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self._at_once = trainer.strategy.root_device.type == "cpu" or self.mode == "skip"
+        self._parameters = [p for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]]
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        if loss.device.type == "cpu" and math.isfinite(float(loss.detach())):
+            return
+        if loss.requires_grad:
+            # 1 times the gradient, but nan if the loss is nan or infinite; on an accelerator without waiting to know.
+            loss.register_hook(lambda gradient: gradient * (loss.detach() * 0 + 1))  # type: ignore[no-untyped-call]
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scaled or not gradients:  # the scaler of 16-bit training looks for itself, and expects some
+            return
+        if not self._at_once:
+            self._mask(trainer, gradients)
+        elif self._any_bad(trainer, gradients):
+            if self.mode == "stop":
+                self._stop(trainer, pl_module, _step(trainer), self._bad_names(pl_module))
+            self.skipped += 1
+            for p in self._parameters:
+                p.grad = None  # an optimizer passes over such parameters, momentum and all
+
+    def _any_bad(self, trainer: L.Trainer, gradients: list[Tensor]) -> bool:
+        """Whether a gradient is not finite; with ``skip``, on any rank, since shards may differ."""
+        total = sum(float(g.sum()) for g in gradients) if gradients[0].device.type == "cpu" else float("nan")
+        bad = not abs(total) < float("inf") and not all(bool(torch.isfinite(g).all()) for g in gradients)
+        if self.mode == "skip" and trainer.world_size > 1:
+            return trainer.strategy.reduce_boolean_decision(bad, all=False)
+        return bad
+
+    # ---- on an accelerator
+
+    def _mask(self, trainer: L.Trainer, gradients: list[Tensor]) -> None:
+        largest = torch.stack(torch._foreach_norm(gradients, float("inf"))).max()
+        bad = ~torch.isfinite(largest)
+        for gradient in gradients:
+            gradient.masked_fill_(bad, 0.0)
+        if not self._largest:
+            saved = _checkpoints(trainer)
+            self._last_good = saved.saved_step if saved else -1
+        self._largest.append(largest)
+        self._steps.append(_step(trainer))
+
+    def _report(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Read what the steps since the last report have left on the device."""
+        if self._largest:
+            fine = torch.isfinite(torch.stack(self._largest)).tolist()
+            steps, self._largest, self._steps = self._steps, [], []
+            if not all(fine):
+                self._stop(trainer, pl_module, steps[fine.index(False)], "")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if len(self._largest) >= (trainer.log_every_n_steps or 50):  # type: ignore[attr-defined]
+            self._report(trainer, pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._report(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._report(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._report(trainer, pl_module)
+        if self.skipped and trainer.is_global_zero:
+            print(f"skipped     {self.skipped:,} optimizer steps whose loss or gradient was not finite", flush=True)
+
+    # ---- words
+
+    def _bad_names(self, pl_module: L.LightningModule) -> str:
+        named = [n for n, p in pl_module.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+        return f" of {named[0]}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
+
+    def _stop(self, trainer: L.Trainer, pl_module: L.LightningModule, at: tuple[int, int, int], names: str) -> None:
+        step, epoch, _ = at
+        saved = _checkpoints(trainer)
+        if self._at_once and saved is not None:
+            if step and saved.saved_step != step:
+                saved.save(trainer)  # the weights are still those of the last good step
+            self._last_good = saved.saved_step
+        if not trainer.is_global_zero:
+            launched = not trainer.strategy.cluster_environment.creates_processes_externally  # type: ignore[attr-defined]
+            raise Stopped(0 if launched else 1)  # rank 0 tells
+        kept = saved is not None and self._last_good > 0 and saved.last_path
+        rows = "\n".join(f"  {line}" for line in self._rows(trainer, pl_module, at))
+        raise NotFinite(
+            f"Not finite: the loss or the gradient{names}, at optimizer step {step + 1} in epoch {epoch + 1}. "
+            f"The weights are kept from it.\n{rows}\n"
+            + (f"The last good checkpoint: {kept}, after step {self._last_good}.\n" if kept else "No checkpoint yet.\n")
+            + "To leave such steps out and count them: --nonfinite skip"
+        )
+
+    def _rows(self, trainer: L.Trainer, pl_module: L.LightningModule, at: tuple[int, int, int]) -> Iterator[str]:
+        """Which of the rows of a step, over all ranks, are to blame."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, StreamDataModule):
+            yield f"Its rows are not known: {type(data).__name__} does not number them."
+            return
+        (_, epoch, last), windows = at, data.windows("train")
+        first = last // trainer.accumulate_grad_batches * trainer.accumulate_grad_batches
+        low, high = windows.shares.bounds(first)[0], windows.shares.bounds(last)[1]
+        rows = windows.part.rows(windows.order.rows(epoch, torch.arange(low, high)))
+        found = 0
+        for piece in torch.split(rows.sort().values, PIECE):
+            for row, what in _suspects(data.part("train")[0], piece, pl_module):
+                found += 1
+                if found <= SHOWN:
+                    yield f"{_place(data, row)}: {what}"
+        if found > SHOWN:
+            yield f"and {found - SHOWN} more rows"
+        if not found:
+            few = ", ".join(map(str, rows[:SHOWN].tolist()))
+            yield f"Its {len(rows)} rows ({few}, …) and their predictions are finite one by one: too high a rate?"
+
+
+def _step(trainer: L.Trainer) -> tuple[int, int, int]:
+    """(optimizer step, epoch, micro-batch) of the update about to be made."""
+    return trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+
+
+def _suspects(source: Any, rows: Tensor, pl_module: L.LightningModule) -> Iterator[tuple[int, str]]:
+    batch = tuple(t.to(pl_module.device) for t in source.read(rows))
+    seen = torch.zeros(len(rows), dtype=torch.bool)
+    training = pl_module.training
+    with torch.no_grad():
+        prediction = pl_module.eval()(batch[0])
+    pl_module.train(training)
+    for what, values in (*zip(("its input", "its target"), batch, strict=False), ("its prediction", prediction)):
+        if not torch.is_tensor(values) or not values.is_floating_point():
+            continue
+        bad = ~torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None]).cpu()
+        for i in (bad.any(1) & ~seen).nonzero().flatten().tolist():
+            column = int(bad[i].nonzero()[0])
+            value = float(values.flatten(1)[i, column] if values.ndim > 1 else values[i])
+            yield int(rows[i]), f"{what} {f'column {column} ' if bad.shape[1] > 1 else ''}is {value}"
+        seen |= bad.any(1)
+
+
+def _place(data: StreamDataModule, row: int) -> str:
+    where = getattr(data.part("train")[0], "where", None)
+    return f"row {row}" + (f" ({where(row)})" if where is not None else "")
+
+
+def _checkpoints(trainer: L.Trainer) -> Checkpoints | None:
+    return next((c for c in trainer.callbacks if isinstance(c, Checkpoints)), None)  # type: ignore[attr-defined]
