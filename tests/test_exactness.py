@@ -1,6 +1,9 @@
 """Same effective batch, same model; every row once; the same twice. Devices and workers are execution details."""
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +307,37 @@ def test_ranks_workers_steps_and_epochs_never_share_draws() -> None:
     found = flat(on_ranks(2, draws, 2))
     assert len(found) == 2 * 2 * 8 * (2 + 4)
     assert len(set(found)) == len(found)
+
+
+# ---- the command
+
+
+def test_deterministic_trains(run: Any, small: list[str]) -> None:
+    assert run(*small, "--deterministic", "true").code == 0
+
+
+FLAGS = ["--data.source.rows", "200", "--data.batch_size", "4", "--max_epochs", "2", "--accelerator", "cpu"]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.mark.slow
+def test_torchrun_is_the_same_job_as_devices_2(here: Path) -> None:
+    """Launched by torchrun, without --devices: one job of two processes with one run folder, and the same bits."""
+    root = Path(__file__).parent.parent
+    launchers = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+        "devices": [sys.executable],
+    }
+    for name, launcher in launchers.items():
+        extra = ["--devices", "2"] if name == "devices" else []
+        command = [*launcher, str(root / "train.py"), *FLAGS, "--run_dir", name, *extra]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("2 devices") == 1, done.stdout
+    assert sorted(p.name for p in here.iterdir() if p.name != "configs") == ["devices", "torchrun"]
+    by_launcher, by_us = weights_of(here / "torchrun"), weights_of(here / "devices")
+    assert all(torch.equal(value, by_us[name]) for name, value in by_launcher.items())
