@@ -115,8 +115,18 @@ class Checkpoints(Checkpoint):
                 self.save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self.save(trainer, scored=True)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_monitor(trainer)  # the first time is the sanity check, before any training
+            if not trainer.sanity_checking:
+                self.save(trainer, scored=True)
+
+    def _check_monitor(self, trainer: L.Trainer) -> None:
+        if self.save_top_k and self.monitor not in trainer.callback_metrics:
+            names = sorted(n for n in trainer.callback_metrics if n != "step")
+            raise ValueError(
+                f"--checkpoint.monitor {self.monitor}: no such value comes from validation, only {', '.join(names)}.\n"
+                "Choose one of these, or keep last.ckpt alone with --checkpoint.save_top_k 0."
+            )
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Saving is something all ranks do together; an exception is not, so several ranks keep what was saved before.
@@ -146,6 +156,8 @@ class Checkpoints(Checkpoint):
             name, dropped = self._rank(trainer)
         self._saved_step, self._saved_time = trainer.global_step, time.monotonic()
         last = self._path("last.ckpt")
+        for logger in trainer.loggers:
+            logger.save()  # what was logged up to this step must not die with the process if the step does not
         trainer.save_checkpoint(last)
         if name:
             self._keep(trainer, last, self._path(name))

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-FLUSH_SECONDS = 1.0
+SAVE_SECONDS = 1.0
 
 
 class MetricsCSV(Logger):
@@ -27,13 +27,13 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = folder / "metrics.csv"
         self._columns = ["step"]
-        self._row: dict[str, Any] = {}
-        self._lines: list[dict[str, Any]] = []
-        self._flushed = 0.0
-        self._closed = -1
-        if self.path.exists():
-            with open(self.path, newline="") as file:
-                self._columns = next(csv.reader(file), self._columns)
+        self._row: dict[str, Any] = {}  # the row of the current step, which may still grow
+        self._finished: list[dict[str, Any]] = []  # rows before it that are not on the disk yet
+        self._end = 0  # where the finished rows end in the file
+        self._saved = 0.0
+        if self.path.exists():  # of an earlier attempt; nothing is written before the first save
+            self._columns = next(csv.reader(self.path.read_text().splitlines()), self._columns)
+            self._end = self.path.stat().st_size
 
     @property
     def name(self) -> str:
@@ -55,52 +55,50 @@ class MetricsCSV(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = int(step or 0)
         if self._row and self._row["step"] != step:
-            self._lines.append(self._row)
+            self._finished.append(self._row)
             self._row = {}
-        elif not self._row and step == self._closed:  # a test after the fit that closed the row of this step
-            self.rewind(step)
         self._row |= {"step": step} | metrics
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+        if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
     @rank_zero_only
     def save(self) -> None:
-        """Bring finished rows to the disk; the row of the current step follows when the step is over."""
-        new = {name: None for row in self._lines for name in row if name not in self._columns}
-        if new:
+        """Bring all rows to the disk, that of the current step as it is so far."""
+        rows = [*self._finished, *([self._row] if self._row else [])]
+        new = list({name: None for row in rows for name in row if name not in self._columns})
+        if new or not self.path.exists():
+            with_current = self._read() if self.path.exists() else []
             self._columns += new
-            self._rewrite(self._read())
-        if self._lines:
-            fresh = not self.path.exists()
-            with open(self.path, "a", newline="") as file:
-                writer = csv.DictWriter(file, self._columns)
-                if fresh:
-                    writer.writeheader()
-                writer.writerows(self._lines)
-            self._lines = []
-        self._flushed = time.monotonic()
+            self._rewrite([row for row in with_current if not rows or int(row["step"]) < rows[0]["step"]])
+        with open(self.path, "r+", newline="") as file:
+            file.seek(self._end)
+            file.truncate()
+            writer = csv.DictWriter(file, self._columns)
+            writer.writerows(self._finished)
+            file.flush()
+            self._end = file.tell()
+            if self._row:
+                writer.writerow(self._row)
+        self._finished = []
+        self._saved = time.monotonic()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self._row:
-            self._closed = self._row["step"]
-            self._lines.append(self._row)
-            self._row = {}
         self.save()
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Drop the rows after ``step``, the one resumed from, and a last line that was cut short."""
-        if self.path.exists():
-            rows = self._read()
-            self._rewrite([row for row in rows if int(row["step"]) < step])
-            for row in rows:
-                if int(row["step"]) == step:  # what is logged again at this step goes into the same row
-                    self._row = {**{name: value for name, value in row.items() if value}, "step": step}
+        """Drop the rows after ``step``, the one resumed from; what is logged again at it goes into its row."""
+        if not self.path.exists():
+            return
+        rows = self._read()
+        self._rewrite([row for row in rows if int(row["step"]) < step])
+        for row in rows:
+            if int(row["step"]) == step:
+                self._row = {**{name: value for name, value in row.items() if value}, "step": step}
 
     def _read(self) -> list[dict[str, str]]:
-        if not self.path.exists():
-            return []
+        """The rows on the disk, without a last line that was cut short by a kill."""
         whole_lines = self.path.read_text().rpartition("\n")[0]
         return list(csv.DictReader(whole_lines.splitlines()))
 
@@ -110,4 +108,6 @@ class MetricsCSV(Logger):
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
+            file.flush()
+            self._end = file.tell()
         os.replace(unfinished, self.path)

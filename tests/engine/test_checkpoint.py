@@ -91,6 +91,20 @@ def test_a_score_that_is_not_finite_is_never_the_best(tmp_path):
     assert checkpoints.best == {"best-step=32.ckpt": 7.0}
 
 
+@pytest.mark.parametrize("sanity", [2, 0])
+def test_an_unknown_score_to_monitor_is_refused_with_the_names_there_are(tmp_path, sanity):
+    class Trained(L.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, trainer, *_):
+            self.steps += 1
+
+    trained = Trained()
+    with pytest.raises(ValueError, match=r"--checkpoint.monitor val_lss: .*only val/loss\."):
+        train(tmp_path, Checkpoints(monitor="val_lss"), callbacks=[trained], num_sanity_val_steps=sanity)
+    assert trained.steps == (0 if sanity else 32)
+
+
 def test_weights_that_are_not_finite_never_become_last(tmp_path):
     class Explodes(Module):
         def on_train_batch_start(self, batch, batch_idx):

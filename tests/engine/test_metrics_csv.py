@@ -51,6 +51,19 @@ def test_a_resumed_run_continues_and_drops_what_the_dead_attempt_wrote_after_its
     ]
 
 
+def test_a_row_on_the_disk_still_grows_while_its_step_lasts(tmp_path):
+    log = MetricsCSV(tmp_path)
+    log.log_metrics({"loss": 1.0}, step=10)
+    log.save()
+    log.log_metrics({"loss": 2.0}, step=20)
+    log.save()
+    log.log_metrics({"val": 5.0}, step=20)
+    log.finalize("success")
+    log.log_metrics({"test": 6.0}, step=20)
+    log.finalize("success")
+    assert [list(r.values()) for r in read(tmp_path)] == [["10", "1.0", "", ""], ["20", "2.0", "5.0", "6.0"]]
+
+
 def test_a_row_cut_off_by_a_kill_is_not_taken_for_data(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,loss\n10,1.0\n20,2.0\n3")
     log = MetricsCSV(tmp_path)
@@ -63,8 +76,8 @@ def test_a_row_cut_off_by_a_kill_is_not_taken_for_data(tmp_path):
 def test_rows_reach_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
     log = MetricsCSV(tmp_path)
     log.log_metrics({"loss": 1.0}, step=1)
-    monkeypatch.setattr("project.engine.metrics_csv.FLUSH_SECONDS", -1.0)
+    monkeypatch.setattr("project.engine.metrics_csv.SAVE_SECONDS", -1.0)
     log.log_metrics({"loss": 2.0}, step=2)
-    assert [r["step"] for r in read(tmp_path)] == ["1"]
+    assert [r["step"] for r in read(tmp_path)] == ["1", "2"]
     assert log.save_dir == str(tmp_path)
     assert (log.name, log.version) == ("", "")
