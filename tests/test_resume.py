@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
@@ -11,6 +12,7 @@ from project.data.sources import SyntheticSource
 from project.engine.checkpoint import AtomicCheckpointIO
 from project.engine.resume import Resume
 from project.module import Module
+from tests.ranks import on_ranks
 
 
 class Diary(L.Callback):
@@ -77,14 +79,13 @@ def run(ckpt=None, extra=(), data=None, seed=0, dropout=0.2, optimizer=momentum,
     diary = Diary()
     t = L.Trainer(
         accelerator="cpu",
-        devices=1,
         logger=False,
         enable_checkpointing=bool(extra),
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=[Resume(allow_changed), diary, *(make(diary) for make in extra)],
-        **trainer,
+        **{"devices": 1, **trainer},
     )
     t.strategy.checkpoint_io = AtomicCheckpointIO()
     t.fit(module, stream, ckpt_path=ckpt, weights_only=True)
@@ -170,6 +171,57 @@ def test_stopped_by_a_limit_after_any_step_it_goes_on_as_if_never_stopped(tmp_pa
     assert {**first.steps, **then.steps} == diary.steps
     assert first.validations + then.validations == diary.validations
     assert torch.equal(again, weights)
+
+
+def stop_and_go_on(tmp_path, batch_size, stop):
+    """On each rank: a whole run, and one stopped and resumed. Returns their weights and what the rank learned from."""
+    world = dist.get_world_size()
+    settings = {"devices": world, "strategy": "ddp", "max_epochs": 2, "accumulate_grad_batches": 3}
+    data = {"batch_size": batch_size}
+    _, weights, diary = run(data=data, dropout=0.2, **settings)
+    t, _, first = run(data=data, max_steps=stop, **settings)
+    t.save_checkpoint(tmp_path / "end.ckpt")
+    _, again, then = run(ckpt=tmp_path / "end.ckpt", data=data, **settings)
+    return (
+        weights,
+        again,
+        diary.steps,
+        {**first.steps, **then.steps},
+        diary.validations,
+        first.validations + then.validations,
+    )
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_two_processes_resume_bit_equal(tmp_path, stop):
+    for weights, again, steps, then, validations, validated in on_ranks(2, stop_and_go_on, tmp_path, 4, stop):
+        assert torch.equal(weights, again)
+        assert steps == then
+        assert validations == validated
+
+
+def go_on(path, batch_size, accumulate):
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    more = {"devices": world, "strategy": "ddp"} if world > 1 else {}
+    _, weights, diary = run(
+        ckpt=path,
+        data={"batch_size": batch_size},
+        dropout=0.0,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        **more,
+    )
+    return weights, diary.steps
+
+
+def test_from_one_process_to_two_and_back_the_rows_go_on_and_the_weights_agree(tmp_path):
+    _, weights, diary = run(data={"batch_size": 8}, dropout=0.0, max_epochs=2, accumulate_grad_batches=3)
+    t, *_ = run(data={"batch_size": 8}, dropout=0.0, max_epochs=2, accumulate_grad_batches=3, max_steps=4)
+    t.save_checkpoint(tmp_path / "one.ckpt")
+    ranks = on_ranks(2, go_on, tmp_path / "one.ckpt", 6, 2)
+    for step in (4, 5):
+        assert sorted(ranks[0][1][step] + ranks[1][1][step]) == sorted(diary.steps[step])
+    assert torch.allclose(ranks[0][0], weights, rtol=0, atol=1e-6)
 
 
 def first_checkpoint(tmp_path):

@@ -123,6 +123,8 @@ class Checkpoints(Checkpoint):
     def _check_monitor(self, trainer: L.Trainer) -> None:
         if self.save_top_k and self.monitor not in trainer.callback_metrics:
             names = sorted(n for n in trainer.callback_metrics if n != "step")
+            if trainer.sanity_checking and not names:  # a module may log nothing then
+                return
             raise ValueError(
                 f"--checkpoint.monitor {self.monitor}: no such value comes from validation, only {', '.join(names)}.\n"
                 "Choose one of these, or keep last.ckpt alone with --checkpoint.save_top_k 0."

@@ -76,7 +76,7 @@ def test_top_k_keeps_the_best_scores_in_order(tmp_path, mode, best):
 
     Scores.scores = iter([3.0, 1.0, 5.0, 2.0])
     checkpoints = Checkpoints(monitor="val/score", mode=mode, save_top_k=2)
-    train(tmp_path, checkpoints, Scores(nn.Linear(3, 1)), max_epochs=4)
+    train(tmp_path, checkpoints, Scores(nn.Linear(3, 1)), max_epochs=4, num_sanity_val_steps=0)
     assert list(checkpoints.best.values()) == best
     assert len(names(tmp_path)) == 3
 
