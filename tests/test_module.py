@@ -38,6 +38,7 @@ class Fixed(Source):
 def evaluate(module: Module, source: Source, phase: str, devices: int, batch: int) -> dict[str, float]:
     data = StreamDataModule(source, val_source=source, test_source=source, eval_batch_size=batch)
     (scores,) = getattr(trainer_of(devices), phase)(module, data, verbose=False)
+    scores.pop("step")  # where loggers put the values
     assert module.rows_scored[{"validate": "val"}.get(phase, phase)] == len(source)
     return scores
 
@@ -112,9 +113,9 @@ def test_scores_are_those_of_the_whole_set_at_any_batch_size_and_number_of_ranks
 
 def other_shapes(devices: int) -> Any:
     """Class numbers, and several outputs: states that a rank without rows could not know the shape of."""
-    torch.manual_seed(0)
     out = []
     for rows in (2, 50):
+        torch.manual_seed(0)
         x, classes = torch.randn(rows, 4), torch.arange(rows) % 3
         loss, metrics = nn.CrossEntropyLoss(), {"auroc": MulticlassAUROC(3), "accuracy": MulticlassAccuracy(3)}
         module = Module(nn.Linear(4, 3), loss, metrics)
@@ -358,3 +359,19 @@ def test_a_schedule_moves_once_an_optimizer_step(accumulate: int) -> None:
 def test_a_net_that_cannot_take_the_data_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"7 input columns.*LinearModel.*\n.*takes 5"):
         Module(LinearModel(5, 1)).check_input(torch.zeros(1, 7))
+
+
+def a_million(devices: int) -> tuple[float, float]:
+    """The loss over 1,000,003 rows, and what torch says in float64."""
+    source, module = Numbered(1_000_003), Module(nn.Linear(COLUMNS, 1))
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(0.5)
+        found = evaluate(module, source, "test", devices, 10_000)["test/loss"]
+        x, y = source.read(torch.arange(len(source)))
+        return found, float((x.double().sum(1, keepdim=True) * 0.5 + 0.5 - y).square().mean())
+
+
+def test_a_million_and_three_rows_are_scored_once_each() -> None:
+    for found, expected in on_ranks(2, a_million, 2):
+        assert found == pytest.approx(expected, rel=1e-7)
