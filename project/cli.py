@@ -1,19 +1,13 @@
 """The command: flags and config files → model, data, Trainer and run folder; what is run; exit codes."""
 
-import difflib
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
-import torch
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.cli import LightningCLI, LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.cli import LightningCLI
 
 from project.data.datamodule import StreamDataModule
 from project.devices import check_devices, device_words, follow_launcher, is_rank_zero
@@ -35,14 +29,12 @@ from project.resuming import (
     load_weights,
     settle_optimizer,
 )
-from project.run import Run, environment, output_file
+from project.run import Run, environment, loggers, output_file
+from project.settings import IN_FEATURES, ONCE, add_flags, check_objects, check_settings, net_size
 from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
-from project.usage import COMMANDS, DEFAULT_CLASSES, Failed, Parser, UsageError, arguments, given
+from project.usage import Failed, Parser, UsageError, arguments, given
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
-IN_FEATURES = "model.init_args.net.init_args.in_features"
-# Asked of one run, so not part of the config that reruns it.
-ONCE = ("config", "ckpt_path", "run_dir", "output", "resume", "resume_changed", "init_weights")
 
 
 class CLI(LightningCLI):
@@ -50,12 +42,9 @@ class CLI(LightningCLI):
 
     def __init__(self, argv: list[str]) -> None:
         self.command, self.files, self.flags = arguments(argv)
-        if self.command not in COMMANDS:
-            near = difflib.get_close_matches(self.command, COMMANDS, 1) or [f"one of {', '.join(COMMANDS)}"]
-            raise UsageError(f"{self.command}: no such command; did you mean {near[0]}?")
         self.resumed = folder_to_resume(self.command, given([], self.flags))
         self.saved_config = str(self.resumed / "config.yaml") if self.resumed else ""
-        self.files = [self.saved_config, *self.files] if self.resumed else self.files
+        self.files = [f for f in (self.saved_config, *self.files) if f]
         self.complete = False
         self.run: Run | None = None
         self.checkpoints: Checkpoints | None = None
@@ -77,39 +66,8 @@ class CLI(LightningCLI):
     # ---- settings
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        parser.add_argument("--run_dir", type=str | None, help="The run folder. Default: runs/<config name>/<time>.")
-        parser.add_argument(
-            "--resume", type=str | None, help="Go on in this run folder; auto: in --run_dir, if it can."
-        )
-        parser.add_argument("--resume_changed", type=bool, default=False, help="Resume even if it cannot be exact.")
-        parser.add_argument("--ckpt_path", type=str | None, help="Checkpoint to go on from, or to evaluate.")
-        parser.add_argument("--init_weights", type=str | None, help="Checkpoint to take only the weights from.")
-        parser.add_argument(
-            "--weights_only", type=bool, default=True, help="Safe loading; false trusts the checkpoint."
-        )
-        parser.add_argument("--val_every_n_steps", type=PositiveInt | None, help="Validate in optimizer steps.")
-        parser.add_argument(
-            "--nonfinite",
-            type=Literal["stop", "skip"],
-            default="stop",
-            help="On a loss or gradient that is not finite: stop, or skip the step and count it.",
-        )
-        parser.add_argument("--output", type=str | None, help="predict: the .csv, .parquet or .npy file to write.")
-        parser.add_argument(
-            "--optimizer",
-            type=OptimizerCallable,
-            default={"class_path": DEFAULT_CLASSES["optimizer"], "init_args": {"lr": 0.01}},
-            help="Class of torch.optim; its settings as --optimizer.lr and so on. [SGD, lr 0.01]",
-        )
-        parser.add_argument(
-            "--lr_scheduler",
-            type=LRSchedulerCallable | None,
-            default=None,
-            help="Class of torch.optim.lr_scheduler; it moves once an optimizer step.",
-        )
-        parser.add_class_arguments(Checkpoints, "checkpoint")
-        parser.set_defaults({name: {"class_path": DEFAULT_CLASSES[name]} for name in ("model", "data")})
-        parser.link_arguments("data", IN_FEATURES, compute_fn=self._in_features, apply_on="instantiate")
+        add_flags(parser)
+        parser.link_arguments("data", IN_FEATURES, compute_fn=self._net_size, apply_on="instantiate")
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         sections = {"trainer", "model", "data", "optimizer", "checkpoint"}
@@ -124,40 +82,17 @@ class CLI(LightningCLI):
         untyped = (
             DEFAULT_CONFIG,
             self.saved_config or DEFAULT_CONFIG,
-        )  # the config of a resumed run ranks as its checkpoint does
+        )  # ranks with its checkpoint
         return any(f"{k}.".startswith(f"{name}.") and s.file not in untyped for k, s in self.given.items())
 
-    def _in_features(self, data: L.LightningDataModule) -> Any:
-        """The input size of the net, which follows from the data; data of the user's own may not tell it."""
-        stated, found = self.config.get(IN_FEATURES), getattr(data, "in_features", None)
-        if self.typed("model.net.in_features") and found not in (None, stated):
-            raise UsageError(
-                f"--model.net.in_features {stated}: the data has {found} input columns.\n"
-                "Leave it out, it follows from --data.source; or choose other columns there."
-            )
-        if stated is found is None and IN_FEATURES in self.config:
-            raise UsageError(f"--model.net.in_features is needed: {type(data).__name__} has no in_features of its own.")
-        return stated if found is None else found
+    def _net_size(self, data: L.LightningDataModule) -> Any:
+        return net_size(self.config, self.typed("model.net.in_features"), data)
 
     # ---- objects
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what cannot work before any data is opened."""
+        check_settings(self.config, self.command)
         path, safe = self.config.ckpt_path, self.config.weights_only
-        if path and self.config.init_weights:
-            raise UsageError("--ckpt_path and --init_weights: the first restores everything; leave one of them out.")
-        if self.config.trainer.default_root_dir is not None:
-            raise UsageError("--default_root_dir: give the run folder with --run_dir.")
-        if self.command != "fit" and not path:
-            raise UsageError(f"{self.command} needs --ckpt_path, the checkpoint to {self.command} with.")
-        if path and "://" not in path and not Path(path).exists():
-            raise UsageError(f"--ckpt_path {path}: no such file.")
-        if self.config.output and self.command != "predict":
-            raise UsageError(f"--output {self.config.output}: only predict writes such a file.")
-        if (micro := self.config.trainer.accumulate_grad_batches) < 1:
-            raise UsageError(f"--accumulate_grad_batches {micro}: expected a whole number of at least 1.")
-        if self.config.val_every_n_steps and self.config.trainer.val_check_interval not in (None, 1.0):
-            raise UsageError("--val_every_n_steps and --val_check_interval both say when to validate; leave one out.")
         if self.resumed:
             path = str(last_checkpoint(self.resumed))
         self.path, local = path, path and "://" not in path
@@ -208,7 +143,8 @@ class CLI(LightningCLI):
             self.run = Run(self.resumed or self.config.run_dir, name, resumed=bool(self.resumed), replace=replace)
             config["default_root_dir"] = str(self.run.folder)
         if config["logger"] in (None, True) and not bare:
-            config["logger"] = [] if dry else self._loggers()
+            step = self.checkpoint["global_step"] if self.resumed else None
+            config["logger"] = [] if dry else loggers(self.run, step)
         try:
             trainer = self.trainer_class(**config)
         except Exception as e:  # of whatever type: all that happened is that settings were looked at
@@ -218,12 +154,6 @@ class CLI(LightningCLI):
         if type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer
-
-    def _loggers(self) -> list[Logger]:
-        folder = self.run.folder if self.run is not None else Path()  # other ranks write nothing
-        purge = self.checkpoint["global_step"] + 1 if self.resumed else None  # what a dead attempt logged after it
-        board = TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard", purge_step=purge)
-        return [board, MetricsCSV(folder)]
 
     # ---- before, during and after the run
 
@@ -235,15 +165,14 @@ class CLI(LightningCLI):
             print(f"complete    {self.path} has reached --max_epochs or --max_steps; larger limits go on from there")
         if self.complete or self.run is None:
             return
-        self._check()
+        check_objects(self.command, self.model, self.datamodule, self.trainer)
+        if isinstance(self.datamodule, StreamDataModule) and self.command == "fit" and not self.config.resume_changed:
+            check_same(self.datamodule, self.checkpoint)
         if self.command == "predict":
             self.output = output_file(self.config.output, self.run.folder)
         if self.checkpoints is not None:
             self.checkpoints.dirpath = self.run.folder / "checkpoints"
-        profiler = self.trainer.profiler  # type: ignore[attr-defined]
-        if isinstance(profiler, Profiler) and not isinstance(profiler, PassThroughProfiler):
-            profiler.dirpath = profiler.dirpath or self.run.folder
-            profiler.filename = profiler.filename or "profile"
+        self.run.take_profile(self.trainer.profiler)  # type: ignore[attr-defined]
         devices = device_words(self.trainer)
         config = self.config.clone()
         for name in ONCE:
@@ -256,22 +185,6 @@ class CLI(LightningCLI):
                 logger.rewind(self.checkpoint["global_step"])
         self.run.record(text, environment(devices), self.checkpoint.get("global_step", 0))
         say_start(self.run.folder, devices, self.model, self.datamodule, self.trainer, self.command, self.checkpoints)
-
-    def _check(self) -> None:
-        if isinstance(self.model, Module):
-            try:
-                self.model.configure_optimizers()
-            except ValueError as e:
-                raise UsageError(f"--optimizer, --lr_scheduler: {e}") from e
-        if isinstance(data := self.datamodule, StreamDataModule):
-            data.trainer = self.trainer
-            data.prepare_data()
-            data.check(self.command)
-            if self.command == "fit" and not self.config.resume_changed:
-                check_same(data, self.checkpoint)
-            if isinstance(self.model, Module):
-                source, _ = data.part("predict" if self.command == "predict" else "train")
-                self.model.check_input(source.read(torch.zeros(1, dtype=torch.int64))[0])
 
     def fit(self) -> None:
         """Train; then test the best checkpoint, or what there is, and say what was done."""
@@ -294,17 +207,16 @@ class CLI(LightningCLI):
             say_end(self.run.folder, steps, rows, tested, scores, seconds, trainer.strategy.root_device)
 
     def validate(self) -> None:
-        self._evaluate(self.trainer.validate)
-
-    def test(self) -> None:
-        self._evaluate(self.trainer.test)
-
-    def _evaluate(self, run: Callable[..., Any]) -> None:
-        run(self.model, self.datamodule, self.config.ckpt_path, verbose=False, weights_only=self.config.weights_only)
+        """Score a checkpoint on the validation rows; ``test`` on the test rows."""
+        path, safe = self.config.ckpt_path, self.config.weights_only
+        score = getattr(self.trainer, self.command)
+        score(self.model, self.datamodule, path, verbose=False, weights_only=safe)
         if self.run is not None:
             print(f"{self.command:<12}done{scored_words(self.model, 'val' if self.command == 'validate' else 'test')}")
             say_scores({name: float(v) for name, v in self.trainer.callback_metrics.items()})
             print(f"results     {self.run.folder}", flush=True)
+
+    test = validate
 
     def predict(self) -> None:
         """Predictions go to a file a batch at a time; nothing is kept in memory."""

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
+from project.engine.metrics_csv import MetricsCSV
 from project.engine.predictions import ENDINGS
 from project.resuming import OURS
 from project.usage import UsageError
@@ -95,6 +98,27 @@ class Run:
                     continue
                 path.replace(_free(path.with_name(f"{path.stem}-until-step-{step}{path.suffix}")))
             path.write_text(text)
+
+    def take_profile(self, profiler: object) -> None:
+        """A profiler the user asked for writes here, unless it was told where."""
+        if isinstance(profiler, Profiler) and not isinstance(profiler, PassThroughProfiler):
+            profiler.dirpath = profiler.dirpath or self.folder
+            profiler.filename = profiler.filename or "profile"
+
+
+def loggers(run: Run | None, step: int | None) -> list[Logger]:
+    """TensorBoard and metrics.csv in the run folder; on other ranks, which write nothing, as placeholders.
+
+    Args:
+        run: The run, on rank 0.
+        step: The optimizer step resumed from; what a dead attempt logged after it is dropped.
+    """
+    folder = run.folder if run is not None else Path()
+    purge = None if step is None else step + 1
+    return [
+        TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard", purge_step=purge),
+        MetricsCSV(folder),
+    ]
 
 
 def _free(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """What may be typed: the command line in one order, where each setting stands, and help that fits two screens."""
 
+import difflib
 import inspect
 import re
 import sys
@@ -55,6 +56,9 @@ def arguments(argv: list[str]) -> tuple[str, list[str], list[str]]:
     """The command, the config files in order, and the flags, the Trainer's in full (``--trainer.max_epochs``)."""
     argv = list(argv)
     command = argv.pop(0) if argv and not argv[0].startswith("-") else "fit"
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1) or [f"one of {', '.join(COMMANDS)}"]
+        raise UsageError(f"{command}: no such command; did you mean {near[0]}?")
     files: list[str] = []
     flags: list[str] = []
     while argv:
@@ -172,7 +176,8 @@ class Parser(LightningArgumentParser):
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """A config that reruns. The input size of a net follows from the data, unless it had to be typed."""
         kwargs["skip_link_targets"] = self.exit_on_error and "model.net.in_features" not in self.typed
-        return super().dump(*args, **kwargs)
+        text: str = super().dump(*args, **kwargs)
+        return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of one class within the command's, which will put it in context

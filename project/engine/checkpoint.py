@@ -99,6 +99,7 @@ class Checkpoints(Checkpoint):
         self._saved_time = time.monotonic()
         self._saved_step = trainer.global_step if trainer.ckpt_path else -1
         self._first_step = trainer.global_step
+        self._every = trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -108,7 +109,7 @@ class Checkpoints(Checkpoint):
             return
         if every and step % every == 0 and step > self._first_step:
             self.save(trainer)
-        elif self.train_time_interval is not None and (batch_idx + 1) % (trainer.log_every_n_steps or 50) == 0:
+        elif self.train_time_interval is not None and (batch_idx + 1) % self._every == 0:
             # all ranks save or none: rank 0's clock decides, asked at every report only
             late = time.monotonic() - self._saved_time >= self.train_time_interval.total_seconds()
             if trainer.strategy.broadcast(late):
@@ -150,7 +151,7 @@ class Checkpoints(Checkpoint):
 
     def save(self, trainer: L.Trainer, scored: bool = False) -> None:
         """Write ``last.ckpt``; with a score at hand, keep it among the best if it is one. All ranks take part."""
-        if trainer.fast_dev_run or not self._finite(trainer):
+        if trainer.fast_dev_run or not self._finite(trainer):  # type: ignore[attr-defined]
             return
         dropped: list[str] = []
         name = ""

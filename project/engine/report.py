@@ -59,7 +59,7 @@ class Report(L.Callback):
         self._screen = _Screen(self.draw and trainer.is_global_zero)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches
+        self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
         self._reported = self._epoch_started = time.monotonic()  # a resumed epoch has no start of its own
         self.first_step = trainer.global_step
         self._measure = getattr(pl_module, "measure", None)

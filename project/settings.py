@@ -1,0 +1,116 @@
+"""Our own flags, and what is refused before a run: settings that contradict each other, data the model cannot take."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+
+from project.data.datamodule import StreamDataModule
+from project.engine.checkpoint import Checkpoints
+from project.module import Module
+from project.usage import DEFAULT_CLASSES, UsageError
+
+IN_FEATURES = "model.init_args.net.init_args.in_features"
+# Asked of one run, so not part of the config that reruns it.
+ONCE = ("config", "ckpt_path", "run_dir", "output", "resume", "resume_changed", "init_weights")
+
+
+def add_flags(parser: Any) -> None:
+    """The flags that are ours; those of Trainer, model and data follow from their signatures."""
+    parser.add_argument("--run_dir", type=str | None, help="The run folder. Default: runs/<config name>/<time>.")
+    parser.add_argument("--resume", type=str | None, help="Go on in this run folder; auto: in --run_dir, if it can.")
+    parser.add_argument("--resume_changed", type=bool, default=False, help="Resume even if it cannot be exact.")
+    parser.add_argument("--ckpt_path", type=str | None, help="Checkpoint to go on from, or to evaluate.")
+    parser.add_argument("--init_weights", type=str | None, help="Checkpoint to take only the weights from.")
+    parser.add_argument("--weights_only", type=bool, default=True, help="Safe loading; false trusts the checkpoint.")
+    parser.add_argument("--val_every_n_steps", type=PositiveInt | None, help="Validate in optimizer steps.")
+    parser.add_argument(
+        "--nonfinite",
+        type=Literal["stop", "skip"],
+        default="stop",
+        help="On a loss or gradient that is not finite: stop, or skip the step and count it.",
+    )
+    parser.add_argument("--output", type=str | None, help="predict: the .csv, .parquet or .npy file to write.")
+    parser.add_argument(
+        "--optimizer",
+        type=OptimizerCallable,
+        default={"class_path": DEFAULT_CLASSES["optimizer"], "init_args": {"lr": 0.01}},
+        help="Class of torch.optim; its settings as --optimizer.lr and so on. [SGD, lr 0.01]",
+    )
+    parser.add_argument(
+        "--lr_scheduler",
+        type=LRSchedulerCallable | None,
+        default=None,
+        help="Class of torch.optim.lr_scheduler; it moves once an optimizer step.",
+    )
+    parser.add_class_arguments(Checkpoints, "checkpoint")
+    parser.set_defaults({name: {"class_path": DEFAULT_CLASSES[name]} for name in ("model", "data")})
+
+
+def check_settings(config: Any, command: str) -> None:
+    """Refuse what cannot work before any data is opened.
+
+    Raises:
+        UsageError: Naming the flags.
+    """
+    path = config.ckpt_path
+    if path and config.init_weights:
+        raise UsageError("--ckpt_path and --init_weights: the first restores everything; leave one of them out.")
+    if config.trainer.default_root_dir is not None:
+        raise UsageError("--default_root_dir: give the run folder with --run_dir.")
+    if command != "fit" and not path:
+        raise UsageError(f"{command} needs --ckpt_path, the checkpoint to {command} with.")
+    if path and "://" not in path and not Path(path).exists():
+        raise UsageError(f"--ckpt_path {path}: no such file.")
+    if config.output and command != "predict":
+        raise UsageError(f"--output {config.output}: only predict writes such a file.")
+    if (micro := config.trainer.accumulate_grad_batches) < 1:
+        raise UsageError(f"--accumulate_grad_batches {micro}: expected a whole number of at least 1.")
+    if config.val_every_n_steps and config.trainer.val_check_interval not in (None, 1.0):
+        raise UsageError("--val_every_n_steps and --val_check_interval both say when to validate; leave one out.")
+
+
+def check_objects(command: str, model: L.LightningModule, data: L.LightningDataModule, trainer: L.Trainer) -> None:
+    """Refuse an optimizer that cannot be made, data that is too little, and rows that the net cannot take.
+
+    Raises:
+        UsageError, ValueError: With what was found, and the flag that helps.
+    """
+    if isinstance(model, Module):
+        try:
+            model.configure_optimizers()
+        except ValueError as e:
+            raise UsageError(f"--optimizer, --lr_scheduler: {e}") from e
+    if isinstance(data, StreamDataModule):
+        data.trainer = trainer
+        data.prepare_data()
+        data.check(command)
+        if isinstance(model, Module):
+            source, _ = data.part("predict" if command == "predict" else "train")
+            model.check_input(source.read(torch.zeros(1, dtype=torch.int64))[0])
+
+
+def net_size(config: Any, typed: bool, data: L.LightningDataModule) -> int | None:
+    """The input size of the net, which follows from the data; data of the user's own may not tell it.
+
+    Args:
+        config: All settings.
+        typed: Whether ``in_features`` of the net is among those that the user typed.
+        data: What has the columns.
+
+    Raises:
+        UsageError: If what was typed contradicts the data, or neither tells it.
+    """
+    stated, found = config.get(IN_FEATURES), getattr(data, "in_features", None)
+    if typed and found not in (None, stated):
+        raise UsageError(
+            f"--model.net.in_features {stated}: the data has {found} input columns.\n"
+            "Leave it out, it follows from --data.source; or choose other columns there."
+        )
+    if stated is found is None and IN_FEATURES in config:
+        raise UsageError(f"--model.net.in_features is needed: {type(data).__name__} has no in_features of its own.")
+    size: int | None = stated if found is None else found
+    return size
