@@ -62,7 +62,7 @@ class ModelContract:
         with torch.no_grad():
             for p in module.parameters():
                 if p.grad is not None:
-                    p -= rate * p.grad
+                    p.sub_(rate * p.grad)
         assert self._loss(module, batch) < before, "a small step down the gradient raised the loss"
 
     def test_gradients_reach_every_parameter(self) -> None:
@@ -75,9 +75,7 @@ class ModelContract:
         module, x = self._fresh().eval(), self._batch()[0]
         with torch.no_grad():
             whole, parts = module(x), torch.cat([module(x[:1]), module(x[1:8]), module(x[8:])])
-        assert torch.allclose(whole, parts, rtol=self.tolerance, atol=self.tolerance), (
-            "predictions change with the batch"
-        )
+        assert torch.allclose(whole, parts, rtol=self.tolerance, atol=self.tolerance), "it changes"
 
     def test_saved_weights_load_safely_and_predict_the_same(self, tmp_path: Path) -> None:
         module, other, x = self._fresh().eval(), type(self).module().eval(), self._batch()[0]
@@ -172,13 +170,8 @@ class SourceContract:
         expected = source.read(rows)
         for a, b in zip(expected, pickle.loads(pickle.dumps(source)).read(rows), strict=True):
             assert torch.equal(a, b)
-        windows = Windows(
-            source,
-            Part(len(rows), 0.0, 1.0),
-            RowOrder(len(rows), shuffle=False),
-            Shares(0, len(rows), len(rows)),
-            False,
-        )
+        n = len(rows)
+        windows = Windows(source, Part(n, 0.0, 1.0), RowOrder(n, shuffle=False), Shares(0, n, n), pad=False)
         loader = DataLoader(
             windows, batch_size=None, sampler=[(0, 0, 1)], num_workers=1, multiprocessing_context="spawn"
         )
@@ -191,9 +184,7 @@ class SourceContract:
         for world in (1, 2, 3):
             seen = []
             for rank in range(world):
-                shares = Shares(0, n, 8, world, rank)
-                windows = Windows(
-                    source, Part(n, 0.0, 1.0), RowOrder(n, block=getattr(source, "block", None)), shares, False
-                )
+                order, shares = RowOrder(n, block=getattr(source, "block", None)), Shares(0, n, 8, world, rank)
+                windows = Windows(source, Part(n, 0.0, 1.0), order, shares, pad=False)
                 seen.append(windows.rows(0, 0, len(shares)))
             assert torch.equal(torch.cat(seen).sort().values, torch.arange(n)), f"not each row once at {world} ranks"
