@@ -49,8 +49,6 @@ def here(tmp_path, monkeypatch):
     os.environ.clear()
     os.environ.update(before)
     torch.use_deterministic_algorithms(False)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

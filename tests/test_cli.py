@@ -210,6 +210,7 @@ def test_own_module_with_more_settings(run, own, small):
     assert fast < slow
 
 
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 def test_own_lightning_module(run, refused, own, small, here):
     (here / "own.yaml").write_text(f"model: {{class_path: own.Alone}}\ndata: {{source: {SOURCE}}}")
     done = run("--config", "own.yaml", *small)

@@ -109,7 +109,7 @@ def test_loggers_of_the_users_leave_nothing_of_ours_out(run, small):
 
 def test_two_processes_of_one_command(here, small):
     """Real ones, started by Lightning: one folder, one config, one voice."""
-    command = [sys.executable, ROOT / "train.py", "--accelerator", "cpu", "--devices", "2", *small]
+    command = [sys.executable, ROOT / "train.py", "--accelerator", "cpu", "--devices", "2", "--strategy", "ddp", *small]
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no warning of Lightning's about what we decided on purpose
