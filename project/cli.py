@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from project.data.datamodule import StreamDataModule
 from project.devices import check_devices, device_words, follow_launcher, is_rank_zero
 from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
+from project.engine.lean import NoProfiler, skip_empty_hooks
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.nonfinite import NonFinite
 from project.engine.predictions import PredictionWriter
@@ -132,6 +133,7 @@ class CLI(LightningCLI):
             if not own_bar:
                 config["enable_progress_bar"] = False
             config["enable_model_summary"] = bool(config["enable_model_summary"])
+            config["profiler"] = config["profiler"] or NoProfiler()
         if self.command == "fit" and not dry and config["enable_checkpointing"] is not False:
             self.checkpoints = self.config_init.checkpoint
             callbacks.append(self.checkpoints)
@@ -151,6 +153,8 @@ class CLI(LightningCLI):
             if self.run is not None:
                 self.run.discard()
             raise UsageError("The Trainer refuses these settings: " + " ".join(str(e).split())[:500]) from e
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            skip_empty_hooks(callback)
         if type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-import lightning as L
 import torch
 import torch.distributed as dist
 import torchmetrics
@@ -13,6 +12,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from project.engine.lean import LeanModule
 from project.models import Standardise
 from project.scores import Scores, match
 
@@ -22,7 +22,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
 
 
-class Module(L.LightningModule):
+class Module(LeanModule):
     """Trains ``net`` on batches ``(x, y)``.
 
     A subclass may override ``training_step`` alone, or set ``automatic_optimization = False`` and step by hand. Weights

@@ -12,7 +12,7 @@ import torch
 from project.data.datamodule import PARTS, StreamDataModule
 from project.devices import is_rank_zero
 from project.engine.checkpoint import Checkpoints
-from project.engine.report import peak_memory
+from project.engine.memory import peak_memory
 from project.resuming import changes
 
 # Warnings of Lightning and torch that a user cannot act on

@@ -1,7 +1,7 @@
 """What Lightning does at every step and a small model feels: each saving with its measured gain.
 
 Only what is done differs, never what comes out: weights are bit-equal to those of the plain Trainer
-(``tests/engine/test_lean.py``). Gains in µs of a step of LinearModel(10, 1) on 64 rows, by ``benchmarks/step_tax.py``.
+(``tests/engine/test_lean.py``). Gains in µs of a step of LinearModel(10, 1) on 64 rows, by ``benchmarks/anatomy.py``.
 """
 
 import contextlib
@@ -14,6 +14,14 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.optim import Optimizer
 
 _NOTHING = contextlib.nullcontext()
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 
 
 class NoProfiler(PassThroughProfiler):
@@ -23,8 +31,23 @@ class NoProfiler(PassThroughProfiler):
         return _NOTHING
 
 
+def skip_empty_hooks(owner: L.Callback | L.LightningModule) -> None:
+    """Let the Trainer pass over the hooks of a step that ``owner`` leaves empty: it calls only what can be called.
+
+    Set on the object, not on its class, so that a subclass can override any of them and call ``super()``.
+    """
+    base = L.Callback if isinstance(owner, L.Callback) else L.LightningModule
+    for name in _STEP_HOOKS:
+        if getattr(type(owner), name) is getattr(base, name):
+            owner.__dict__.setdefault(name, None)
+
+
 class LeanModule(L.LightningModule):
-    """A LightningModule with a short way through three things that the Trainer does many times a step."""
+    """A LightningModule with a short way through what the Trainer does many times a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        skip_empty_hooks(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Lightning asks for the signature of training_step at every step; inspect takes a stored one as it is.
@@ -34,14 +57,14 @@ class LeanModule(L.LightningModule):
             step.__signature__ = inspect.signature(step)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The Trainer sets this one string some forty times a step; nn.Module would search parameters and buffers for it.
+        # The Trainer sets this string some forty times a step; nn.Module would search parameters and buffers for it.
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        # What zero_grad(set_to_none=True) does, without its profiler range and hooks; a wrapped optimizer keeps its own.
+        # What zero_grad(set_to_none=True) does, without its profiler range; an optimizer's own zero_grad is used.
         if type(optimizer).zero_grad is not Optimizer.zero_grad:
             optimizer.zero_grad()
             return
@@ -49,8 +72,29 @@ class LeanModule(L.LightningModule):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        # The stream hands out batches that are there already.
-        if type(batch) is tuple and all(type(t) is torch.Tensor and t.device == device for t in batch):
-            return batch
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        # Without a value there is nothing to clip.
+        if gradient_clip_val:
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def _call_batch_hook(self, hook_name: str, *args: Any) -> Any:
+        # Three hooks prepare a batch; where neither module nor data has one of its own and the batch is on its device,
+        # as the stream's are, they do nothing. Private: should Lightning rename it, only the saving is lost.
+        data = getattr(self._trainer, "datamodule", None)
+        own = getattr(type(self), hook_name) is not getattr(L.LightningModule, hook_name)
+        if own or (
+            data is not None and getattr(type(data), hook_name) is not getattr(L.LightningDataModule, hook_name)
+        ):
+            return super()._call_batch_hook(hook_name, *args)
+        if hook_name == "transfer_batch_to_device" and not _is_on(args[1], args[0]):
+            return super()._call_batch_hook(hook_name, *args)
+        return args[0]
+
+
+def _is_on(device: torch.device, batch: Any) -> bool:
+    return type(batch) is tuple and all(type(t) is torch.Tensor and t.device == device for t in batch)

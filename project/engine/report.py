@@ -1,8 +1,5 @@
 """What a person sees of training, and what the loggers get: gathered on the device, reported every so many steps."""
 
-import os
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +8,11 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from tqdm import tqdm
 
-REDRAW_SECONDS = 0.2
-FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
+from project.engine.memory import Memory
+from project.engine.screen import Screen
 
-
-def peak_memory(device: torch.device) -> str:
-    """The most memory this process has held: allocated on an accelerator, resident on the CPU."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MB on {device}"
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return "unknown"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MB"
+MOST_HELD = 1 << 24  # numbers of predictions kept for the metrics of training, before these are brought up to date
 
 
 class Report(L.Callback):
@@ -44,19 +30,23 @@ class Report(L.Callback):
         self.last: dict[str, float] = {}  # the latest value of everything reported
         self.first_step: int | None = None  # the optimizer step that training began at; None before it does
         self.rows_used = 0  # by training, since it began
-        self._losses: list[Tensor] = []
+        self.memory = Memory(torch.device("cpu"))
+        self._losses: list[Tensor] = []  # of the steps since the last report, like the next two; all on the device
         self._rows: list[int] = []
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # predictions and targets
+        self._held = 0  # numbers in them
         self._pending = torch.zeros(2, dtype=torch.float64)  # loss x rows and rows of all ranks: since the last report
         self._epoch = torch.zeros(2, dtype=torch.float64)  # … and since the epoch began
         self._measure: Callable[[str, Tensor, Tensor], None] | None = None
         self._trainer: L.Trainer | None = None  # while training
-        self._screen = _Screen(enabled=False)
+        self._screen = Screen(enabled=False)
 
     # ---- training
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._screen = _Screen(self.draw and trainer.is_global_zero)
+        self._screen = Screen(self.draw and trainer.is_global_zero)
+        if self.memory.device != trainer.strategy.root_device:
+            self.memory = Memory(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
@@ -64,9 +54,17 @@ class Report(L.Callback):
         self.first_step = trainer.global_step
         self._measure = getattr(pl_module, "measure", None)
         self._trainer = trainer
+        self._reported_batch = done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._begin_epoch(trainer, done)  # Lightning leaves out on_train_epoch_start when it resumes inside an epoch
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin_epoch(trainer, 0)
+
+    def _begin_epoch(self, trainer: L.Trainer, done: int) -> None:
+        self._stream = getattr(trainer.datamodule, "train_stream", None)  # type: ignore[attr-defined]
         self._epoch_started = time.monotonic()
+        self._title = f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}"
+        self._screen.begin(self._title, done)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -74,47 +72,68 @@ class Report(L.Callback):
         if outputs and "loss" in outputs:
             self._losses.append(outputs["loss"])
             target = outputs.get("target")
-            rows = 1 if target is None else len(target)
-            if target is not None and getattr(trainer.datamodule, "loss_weight", 1.0) == 0.0:  # type: ignore[attr-defined]
-                rows = 0  # a row of padding, on a rank with no share of the last batch
-            elif target is not None and self._measure is not None:
-                self._pairs.append((outputs["pred"], target))
-            self._rows.append(rows)
+            if target is None:
+                self._rows.append(1)
+            elif self._stream is not None and self._stream.weight == 0.0:
+                self._rows.append(0)  # a row of padding, on a rank with no share of the last batch
+            else:
+                self._rows.append(len(target))
+                if self._measure is not None:
+                    pred = outputs["pred"]
+                    self._pairs.append((pred.detach() if pred.requires_grad else pred, target))
+                    self._held += pred.numel()
+                    if self._held > MOST_HELD:
+                        self._measure_steps()
         if (batch_idx + 1) % self._every == 0:
-            self._report(trainer)
+            self._report(trainer, batch_idx + 1)
         if self._screen.due():
-            done, total = batch_idx + 1, trainer.num_training_batches
-            self._screen.show(
-                f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}", done, total, self._words(trainer)
-            )
+            self._screen.show(self._title, batch_idx + 1, trainer.num_training_batches, self._words(trainer))
 
-    def _collect(self, trainer: L.Trainer) -> None:
-        """Bring what was left on the devices of all ranks to the host: one wait, one reduction. All ranks take part."""
-        if self._pairs and self._measure is not None:
+    def _measure_steps(self) -> None:
+        """Update the metrics of training with the rows held, on the device; of the steps only losses and rows stay."""
+        if self._measure is not None and self._pairs:
             pred, target = (torch.cat(side) for side in zip(*self._pairs, strict=True))
             self._measure("train", pred, target)
+        self._pairs, self._held = [], 0
+
+    def _collect(self, trainer: L.Trainer) -> float:
+        """Bring what was left on the devices of all ranks to the host: one wait, one reduction. All ranks take part.
+
+        Returns the most memory that any rank holds, in MB.
+        """
+        self._measure_steps()
         rows = torch.tensor(self._rows, dtype=torch.float64)
-        losses = torch.stack(self._losses).double().cpu() if self._losses else rows
+        losses = torch.stack(self._losses).cpu().double() if self._losses else rows
+        memory = torch.zeros(trainer.world_size, dtype=torch.float64)  # a place for each rank: a sum brings them all
+        memory[trainer.global_rank] = self.memory.read(trainer.global_step)
         # Lightning has divided each loss by the micro-batches of a step.
         total = torch.stack([(losses * rows).sum() * trainer.accumulate_grad_batches, rows.sum()])
         if trainer.world_size > 1:
-            total = trainer.strategy.reduce(total.to(trainer.strategy.root_device), reduce_op="sum").cpu()
+            everything = torch.cat([total, memory]).to(trainer.strategy.root_device)
+            everything = trainer.strategy.reduce(everything, reduce_op="sum").cpu()
+            total, memory = everything[:2], everything[2:]
         self._pending += total
         self._epoch += total
         self.rows_used += int(total[1])
-        self._losses, self._rows, self._pairs = [], [], []
+        self._losses, self._rows = [], []
+        return float(memory.max())
 
-    def _report(self, trainer: L.Trainer) -> None:
-        """Average what came since the last report and send it to every logger."""
-        self._collect(trainer)
+    def _report(self, trainer: L.Trainer, batches: int) -> None:
+        """Average what came since the last report and send it to every logger; ``batches`` of the epoch are done."""
+        memory = self._collect(trainer)
         now, (loss, rows) = time.monotonic(), self._pending.tolist()
-        values = {}
-        if rows > 0:
-            values = {"train/loss": loss / rows, "rows_per_s": rows / max(1e-9, now - self._reported)}
+        seconds, steps = (
+            max(1e-9, now - self._reported),
+            (batches - self._reported_batch) / trainer.accumulate_grad_batches,
+        )
+        values = {"train/loss": loss / rows, "rows_per_s": rows / seconds} if rows > 0 else {}
+        values |= {"steps_per_s": steps / seconds, "memory_mb": memory}
+        if (reserved := self.memory.reserved()) is not None:  # pragma: cuda
+            values["memory_reserved_mb"] = reserved
         for optimizer in trainer.optimizers[:1]:
             values["lr"] = float(optimizer.param_groups[0]["lr"])
         self._pending.zero_()
-        self._reported = now
+        self._reported, self._reported_batch = now, batches
         self._send(trainer, values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,10 +152,12 @@ class Report(L.Callback):
             logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        cut = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # by a limit: reported when whole
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        cut = not progress.is_last_batch  # by a limit: reported when whole
         self._collect(trainer)
         if self._pending[1] > 0 and not cut:
-            self._report(trainer)
+            self._report(trainer, progress.current.ready)
+        self._reported_batch = progress.current.ready if cut else 0
         values, (loss, rows) = {}, self._epoch.tolist()
         if rows > 0:
             values["train/epoch_loss"] = loss / rows
@@ -148,20 +169,29 @@ class Report(L.Callback):
         words = [f"{n.replace('epoch_', '')} {v:.5g}" for n, v in values.items()]
         words += [f"{n} {float(v):.5g}" for n, v in trainer.callback_metrics.items() if n.startswith("val/")]
         words += [f"{rows / max(time.monotonic() - self._epoch_started, 1e-9):,.0f} rows/s"] if rows else []
-        self._screen.line(f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}  " + "  ".join(words))
+        self._screen.line(f"{self._title}  " + "  ".join(words))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer = None
         if self._pending[1] > 0:  # after the last checkpoint, whose next report they will be part of
-            self._report(trainer)
+            self._report(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def _words(self, trainer: L.Trainer) -> str:
-        words = [f"step {trainer.global_step:,}"]
-        if "train/loss" in self.last:
-            words += [f"loss {self.last['train/loss']:.4g}", f"{self.last['rows_per_s']:,.0f} rows/s"]
-        return "  ".join([*words, peak_memory(trainer.strategy.root_device)])
+        words, last = [f"step {trainer.global_step:,}"], self.last
+        if "train/loss" in last:
+            words += [f"loss {last['train/loss']:.4g}", f"{last['rows_per_s']:,.0f} rows/s"]
+        return "  ".join([*words, f"{self.memory.read(trainer.global_step):,.0f} MB"])
 
     # ---- evaluation and prediction
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._screen.begin("validate")
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._screen.begin("test")
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._screen.begin("predict")
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if not trainer.sanity_checking:
@@ -176,10 +206,11 @@ class Report(L.Callback):
     def _progress(self, stage: str, args: tuple[Any, ...], totals: list[int | float]) -> None:
         if self._screen.due():
             batch_idx = args[3]  # pl_module, outputs, batch, batch_idx, dataloader_idx
-            self._screen.show(stage, batch_idx + 1, sum(totals), "")
+            self._screen.show(stage, batch_idx + 1, sum(totals), f"{self.memory.read(0):,.0f} MB")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._screen.close()
+        self.memory.release()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:  # a few rows by weights that learned nothing
@@ -196,44 +227,3 @@ class Report(L.Callback):
 
 def _of(total: int | None) -> str:
     return f"/{total}" if total and total > 0 else ""
-
-
-class _Screen:
-    """A bar redrawn by time at a terminal; elsewhere whole lines, the first soon and then at a steady pace."""
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self._next = time.monotonic() + (0.0 if self.terminal else FIRST_LINE_SECONDS)
-        self._bar: tqdm[Any] | None = None
-
-    def due(self) -> bool:
-        return self.enabled and time.monotonic() >= self._next
-
-    def show(self, title: str, done: int, total: float, words: str) -> None:
-        self._next = time.monotonic() + (REDRAW_SECONDS if self.terminal else LINE_SECONDS)
-        known = int(total) if 0 < total < float("inf") else None
-        if not self.terminal:
-            share = f"{done / known:.0%} of {known:,} batches" if known else f"{done:,} batches"
-            print("  ".join(filter(None, [title, share, words])), flush=True)
-            return
-        if self._bar is None or self._bar.desc != f"{title}: " or self._bar.total != known:
-            self.close()
-            width = shutil.get_terminal_size().columns
-            self._bar = tqdm(
-                desc=title, total=known, file=sys.stdout, leave=False, ncols=width, miniters=0, mininterval=0
-            )
-        self._bar.n = done
-        self._bar.set_postfix_str(words, refresh=False)
-        self._bar.refresh()
-
-    def line(self, text: str) -> None:
-        """A line that stays."""
-        if self.enabled:
-            self.close()
-            print(text, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None

@@ -12,8 +12,10 @@ from torch import nn
 
 from project.data.datamodule import StreamDataModule
 from project.data.sources import SyntheticSource
+from project.engine.memory import peak_memory
 from project.engine.metrics_csv import MetricsCSV
-from project.engine.report import Report, _Screen, peak_memory
+from project.engine.report import Report
+from project.engine.screen import Screen
 from project.module import Module
 
 
@@ -165,8 +167,8 @@ def screen(monkeypatch):
 
 def test_a_log_file_gets_whole_lines_without_control_characters(tmp_path, screen, monkeypatch):
     out = screen(terminal=False)
-    monkeypatch.setattr("project.engine.report.FIRST_LINE_SECONDS", 0.0)
-    monkeypatch.setattr("project.engine.report.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("project.engine.screen.FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr("project.engine.screen.LINE_SECONDS", 0.0)
     train(tmp_path, Report())
     lines = out.getvalue().splitlines()
     assert "\r" not in out.getvalue()
@@ -184,7 +186,7 @@ def test_a_steady_pace(tmp_path, screen):
 
 def test_a_terminal_gets_a_bar(tmp_path, screen, monkeypatch):
     out = screen(terminal=True)
-    monkeypatch.setattr("project.engine.report.REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr("project.engine.screen.REDRAW_SECONDS", 0.0)
     train(tmp_path, Report())
     assert "\r" in out.getvalue()
     assert "loss" in out.getvalue()
@@ -193,18 +195,18 @@ def test_a_terminal_gets_a_bar(tmp_path, screen, monkeypatch):
 def test_a_dumb_terminal_is_no_terminal(screen, monkeypatch):
     screen(terminal=True)
     monkeypatch.setenv("TERM", "dumb")
-    assert not _Screen(enabled=True).terminal
+    assert not Screen(enabled=True).terminal
 
 
 def test_a_narrow_terminal_and_an_unknown_length_do_not_break_the_bar(screen, monkeypatch):
     out = screen(terminal=True)
     monkeypatch.setenv("COLUMNS", "30")
-    bar = _Screen(enabled=True)
+    bar = Screen(enabled=True)
     bar.show("epoch 1", 5, float("inf"), "step 5  loss 0.1  1,000 rows/s  400 MB")
     bar.close()
     assert max(len(part) for part in out.getvalue().split("\r")) <= 30
     screen(terminal=False)
-    lines = _Screen(enabled=True)
+    lines = Screen(enabled=True)
     lines.show("epoch 1", 5, float("inf"), "")
     assert sys.stdout.getvalue() == "epoch 1  5 batches\n"
 
