@@ -73,6 +73,7 @@ def killed_again_and_again(tmp_path, kills, temporary):
     steps = [line.split(",")[0] for line in (cut / "job" / "metrics.csv").read_text().splitlines()[1:]]
     assert steps == sorted(set(steps), key=int)
     assert set(steps) == {line.split(",")[0] for line in (whole / "job" / "metrics.csv").read_text().splitlines()[1:]}
+    return killed
 
 
 def test_killed_at_random_moments(tmp_path):
