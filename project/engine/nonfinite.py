@@ -73,8 +73,10 @@ class NonFinite(Callback):
 
     def _any_bad(self, trainer: L.Trainer, gradients: list[Tensor]) -> bool:
         """Whether a gradient is not finite; with ``skip``, on any rank, since shards may differ."""
-        total = sum(float(g.sum()) for g in gradients) if gradients[0].device.type == "cpu" else float("nan")
-        bad = not abs(total) < float("inf") and not all(bool(torch.isfinite(g).all()) for g in gradients)
+        total = math.nan
+        if gradients[0].device.type == "cpu":  # a sum is quick, and finite only if all is; it can also overflow
+            total = sum(g.item() if g.numel() == 1 else g.sum().item() for g in gradients)
+        bad = not math.isfinite(total) and not all(bool(torch.isfinite(g).all()) for g in gradients)
         if self.mode == "skip" and trainer.world_size > 1:
             return trainer.strategy.reduce_boolean_decision(bad, all=False)
         return bad

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
@@ -131,16 +130,18 @@ class Watch:
         lines = [line for line in str(said).splitlines() if line.strip()] or [""]
         kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
         cause = f"rank {rank}: {kind}{lines[0]}"
+        echo = not isinstance(error, SystemExit) and bool(LOST.search(cause))
         first = ""
-        if LOST.search(cause) and not isinstance(error, SystemExit):  # most likely the echo of what another rank did
+        if echo:  # the connection to a rank that failed, or was killed
             first = _first_cause(wait=GRACE / 2) or self._dead_child()
+            cause = f"rank {rank}: another rank is gone without a word; killed, or out of memory? ({lines[0][:200]})"
         first = first or _first_cause(cause)
-        if first == cause:
-            if not isinstance(error, SystemExit):
-                traceback.print_exception(error)
+        if first == cause and not isinstance(error, SystemExit):
             _tell_torchrun(error)
+            if not echo:
+                traceback.print_exception(error)
         self._end_children(GRACE)
-        if rank == 0 and first != cause:
+        if (echo and first == cause) or (rank == 0 and first != cause):
             print(f"train.py: error: {first}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -178,11 +179,15 @@ def _first_cause(mine: str = "", wait: float = 0.0) -> str:
     dist = _distributed()
     if dist is None:
         return mine
+    end = time.monotonic() + wait
     try:  # the store outlives the ranks' connections, but not the process that holds it
         store = dist.distributed_c10d._get_default_store()
         if mine:
             return str(store.compare_set("first_cause", "", mine).decode())
-        store.wait(["first_cause"], timedelta(seconds=wait + 0.01))
+        while not store.check(["first_cause"]):
+            if time.monotonic() > end:
+                return ""
+            time.sleep(POLL / 5)
         return str(store.get("first_cause").decode())
     except Exception:
         return mine

@@ -10,7 +10,6 @@ The net tells how far a run is: ``Slow`` counts its calls in files named ``train
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -65,10 +64,9 @@ class Job:
             self.argv += ["--run_dir", "run"]
         self.screen_path, self.seconds, self.codes = self.folder / "screen", 0.0, []
         if torchrun:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+            self.store = torch.distributed.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(ranks)}
+            common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # torchrun, too, keeps the store in its own process
             common |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
             self.pids = [self._fork({**common, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
         else:
