@@ -2,8 +2,9 @@
 
     python benchmarks/step_tax.py [--rounds 9] [--steps 1500]
 
-LinearModel(10, 1), 64 rows a step, SGD, one thread, one process unless said. Every round measures all loops one after the
-other, forwards and backwards in turn; a ratio is taken within its round, and the medians over the rounds are printed.
+LinearModel(10, 1), 64 rows a step, SGD, one thread, one process unless said. Every round measures all loops one after
+the other, forwards and backwards in turn; a ratio is taken within its round, and the medians over the rounds are
+printed.
 Processor time, which other programs on the machine disturb least. The last lines are ``name: ratio``.
 """
 
@@ -95,8 +96,11 @@ class Task:
         rows = str(round(self.steps * ROWS / 0.8))
         with tempfile.TemporaryDirectory() as folder, quiet(terminal):
             main(
-                ["--run_dir", f"{folder}/run", "--max_epochs", "1", "--data.source.rows", rows, "--accelerator", "cpu"]
-                + ["--callbacks+=benchmarks.step_tax.Clock", *flags]
+                [
+                    *("--run_dir", f"{folder}/run", "--max_epochs", "1", "--data.source.rows", rows),
+                    *("--accelerator", "cpu", "--callbacks+=benchmarks.step_tax.Clock"),
+                    *flags,
+                ]
             )
         return sys.modules["benchmarks.step_tax"].Clock.microseconds
 

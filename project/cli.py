@@ -113,7 +113,7 @@ class CLI(LightningCLI):
         if self.config.init_weights:
             load_weights(self.config.init_weights, self.model, self.config.weights_only)
         self.trainer = self.instantiate_trainer()
-        self.complete = self.command == "fit" and finished(self.checkpoint, self.trainer)
+        self.complete = self.command == "fit" and finished(self.checkpoint, self.trainer, self.typed("trainer"))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The Trainer with our parts, each of which steps back for one of the user's. The run folder is reserved."""

@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from project.engine.lean import LeanModule
 from project.models import Standardise
@@ -94,6 +94,11 @@ class Module(LeanModule):
 
     def measure(self, stage: str, pred: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
         """Update the scores of "train", "val" or "test" with rows: predictions [N, ...] and targets."""
+        # Torchmetrics would guess from each batch whether predictions are logits: the loss knows.
+        if isinstance(self.loss, nn.BCEWithLogitsLoss):
+            pred = pred.sigmoid()
+        elif isinstance(self.loss, nn.CrossEntropyLoss):
+            pred = pred.softmax(1)
         cast(Scores, self._scores[f"{stage}_scores"]).update(pred, target, loss)
 
     def results(self, stage: str) -> dict[str, Tensor]:
@@ -126,8 +131,9 @@ class Module(LeanModule):
         if self.lr_scheduler is None:
             return optimizer
         scheduler = self.lr_scheduler(optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": scheduler.monitor}}
+        if isinstance(scheduler, ReduceLROnPlateau):  # torch's own, or Lightning's, which names a monitor
+            monitor = getattr(scheduler, "monitor", "val/loss")
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @property

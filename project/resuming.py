@@ -112,11 +112,16 @@ def load_weights(path: str, model: L.LightningModule, safe: bool) -> None:
     model.load_state_dict(checkpoint["state_dict"])
 
 
-def finished(checkpoint: dict[str, Any], trainer: L.Trainer) -> bool:
-    """Whether the run that wrote the checkpoint has done all that the limits in force ask for."""
+def finished(checkpoint: dict[str, Any], trainer: L.Trainer, changed: bool) -> bool:
+    """Whether the run that wrote the checkpoint has done all that the limits in force ask for.
+
+    One that EarlyStopping ended is finished too, until a setting is ``changed``.
+    """
     state = checkpoint.get(KEY)
     if state is None or state["validation_due"]:
         return False
+    if state.get("stopped_early") and not changed:
+        return True
     epochs = state["epoch"] + (1 if state["epoch_done"] and state["rows"] else 0)
     steps_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
     return steps_over or (trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epochs)

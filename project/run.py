@@ -40,24 +40,29 @@ class Run:
     def __init__(self, folder: str | Path | None, name: str, resumed: bool = False, replace: bool = False) -> None:
         self._made: list[Path] = []
         self._resumed = resumed
+        self._leftovers: list[Path] = []
         try:
             if resumed:
                 self.folder = Path(str(folder))
                 return
-            if replace and folder:
-                _remove_attempt(Path(folder))
-            self.folder = self._given(Path(folder)) if folder else self._new(Path("runs", name))
+            self.folder = self._given(Path(folder), replace) if folder else self._new(Path("runs", name))
         except OSError as e:
             wanted = folder or Path("runs", name)
             raise UsageError(f"--run_dir {wanted}: cannot make {e.filename or wanted}: {e.strerror}.") from None
 
-    def _given(self, folder: Path) -> Path:
+    def _given(self, folder: Path, replace: bool) -> Path:
+        if replace and folder.is_dir() and _is_dead_attempt(folder):
+            self._leftovers = [folder / name for name in OURS if (folder / name).exists()]
+            return folder
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(
                 f"--run_dir {folder} exists and is not empty: nothing in it is overwritten. Choose another folder."
             )
         self._make(folder)
-        (folder / "environment.json").touch(exist_ok=False)  # fails if another job has just taken the same empty folder
+        with open(
+            folder / "environment.json", "x"
+        ) as file:  # fails if another job has just taken the same empty folder
+            json.dump({"command": shlex.join(sys.argv), "host": platform.node(), "process": os.getpid()}, file)
         return folder
 
     def _new(self, parent: Path) -> Path:
@@ -82,18 +87,26 @@ class Run:
 
     def discard(self) -> None:
         """Take back what was made for a run that never began."""
-        if self._resumed:
+        if self._resumed or self._leftovers:
             return
-        _remove_attempt(self.folder)
+        for name in OURS:
+            path = self.folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another job may have come to the same parent
             for folder in reversed(self._made):
                 folder.rmdir()
 
     def record(self, config: str, environment: dict[str, Any], step: int = 0) -> None:
         """Write ``config.yaml`` and ``environment.json``; those before ``step`` keep other names."""
+        if self._leftovers:  # only now, when the run begins: nothing is lost for a start that is refused
+            aside = _free(self.folder / "attempt-1")
+            aside.mkdir()
+            for leftover in self._leftovers:
+                leftover.replace(aside / leftover.name)
+            self._leftovers = []
         for name, text in (("config.yaml", config), ("environment.json", json.dumps(environment, indent=2) + "\n")):
             path = self.folder / name
-            if path.exists() and path.stat().st_size:
+            if path.exists() and self._resumed:
                 if path.read_text() == text:
                     continue
                 path.replace(_free(path.with_name(f"{path.stem}-until-step-{step}{path.suffix}")))
@@ -127,13 +140,35 @@ def _free(path: Path) -> Path:
     return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
-def _remove_attempt(folder: Path) -> None:
-    for name in OURS:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _is_dead_attempt(folder: Path) -> bool:
+    """Whether a folder holds only what an attempt of ours left that died before its first checkpoint.
+
+    Raises:
+        UsageError: If that attempt is still running.
+    """
+    entries = [p.name for p in folder.iterdir() if not p.name.startswith("attempt-")]
+    if not entries or set(entries) - set(OURS) or any(folder.rglob("*.ckpt")):
+        return False
+    try:
+        left = json.loads((folder / "environment.json").read_text())
+        host, process = left["host"], left["process"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host == platform.node() and _runs(process):
+        raise UsageError(
+            f"--run_dir {folder}: process {process} is at work there. Choose another folder, or wait for it."
+        )
+    return True
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's, but running
+        return True
+    return process != os.getpid()
 
 
 def output_file(given: str | None, folder: Path) -> Path:
@@ -153,6 +188,8 @@ def environment(devices: str) -> dict[str, Any]:
     packages = ("torch", "lightning", "torchmetrics", "jsonargparse", "pyarrow", "numpy")
     return {
         "command": shlex.join(sys.argv),
+        "host": platform.node(),
+        "process": os.getpid(),
         "folder": os.getcwd(),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "git": _git(),

@@ -21,6 +21,8 @@ class Scores(nn.Module):
 
     def __init__(self, metrics: dict[str, torchmetrics.Metric]) -> None:
         super().__init__()
+        if taken := {"loss", "epoch_loss", "rows"} & metrics.keys():
+            raise ValueError(f"--model.metrics.{taken.pop()}: this name is taken; choose another for the metric.")
         # The loss is a mean over rows, not over batches, so neither batch size nor devices show. A NaN stays a NaN.
         # Two sums, since MeanMetric of torchmetrics 1.9 ignores weights if NaNs are to stay.
         self.loss = torchmetrics.SumMetric(nan_strategy="disable")

@@ -375,3 +375,26 @@ def a_million(devices: int) -> tuple[float, float]:
 def test_a_million_and_three_rows_are_scored_once_each() -> None:
     for found, expected in on_ranks(2, a_million, 2):
         assert found == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", ["loss", "rows", "epoch_loss"])
+def test_a_metric_may_not_take_a_name_of_ours(name):
+    with pytest.raises(ValueError, match=rf"--model.metrics.{name}: this name is taken"):
+        Module(nn.Linear(1, 1), metrics={name: torchmetrics.MeanSquaredError()})
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 301])
+def test_scores_of_logits_do_not_depend_on_the_batch(size):
+    """Torchmetrics guesses logits from each batch by its values; here most batches lie within 0 and 1."""
+    from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+    module = Module(nn.Identity(), nn.BCEWithLogitsLoss(), {"accuracy": BinaryAccuracy(), "auroc": BinaryAUROC()})
+    logits = torch.linspace(-1, 1, 301)[:, None]
+    target = (torch.arange(301) % 3 == 0).float()[:, None]
+    for pred, y in zip(logits.split(size), target.split(size), strict=True):
+        module.measure("val", pred, y, module.compute_loss(pred, y))
+    scores = module.results("val")
+    expected = ((logits > 0) == (target > 0)).double().mean()
+    assert float(scores["val/accuracy"]) == pytest.approx(float(expected), abs=1e-7)
+    whole = BinaryAUROC()(logits.sigmoid().flatten().double(), target.flatten().long())
+    assert float(scores["val/auroc"]) == pytest.approx(float(whole), abs=1e-7)

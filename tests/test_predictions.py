@@ -120,9 +120,10 @@ def test_an_unfinished_file_never_bears_the_final_name(kind: str, tmp_path: Path
     with pytest.raises(RuntimeError, match="half-way"):
         predict(path, rows, module=Breaks(nn.Linear(COLUMNS, 1)), eval_batch_size=ROWS)
     assert list(tmp_path.iterdir()) == []
-    path.with_name(path.name + ".tmp").write_text("left by a process that was killed")
+    path.with_name(path.name + ".tmp").write_text("the user's")
     predict(path, 5)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, path.name + ".tmp"]
+    assert path.with_name(path.name + ".tmp").read_text() == "the user's"
 
 
 def test_a_file_that_has_appeared_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
@@ -130,7 +131,8 @@ def test_a_file_that_has_appeared_meanwhile_is_not_overwritten(tmp_path: Path) -
     with pytest.raises(FileExistsError, match="the predictions are in"):
         predict(tmp_path / "p.csv", 5)
     assert (tmp_path / "p.csv").read_text() == "precious"
-    assert len((tmp_path / "p.csv.tmp").read_text().splitlines()) == 6
+    (unfinished,) = tmp_path.glob(".*p.csv.tmp")
+    assert len(unfinished.read_text().splitlines()) == 6
 
 
 class Pair(Module):

@@ -1,6 +1,9 @@
 """Going on from the command line: --resume, --resume auto, --ckpt_path, --init_weights, and who wins."""
 
 import csv
+import json
+import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -66,7 +69,7 @@ def test_resume_goes_on_in_the_same_folder_as_if_never_stopped(run):
     assert equal(last("whole"), last("cut"))
     kept = {r["step"]: r for r in rows("cut")}
     for row in rows("whole"):
-        values = {n: v for n, v in row.items() if n != "rows_per_s"}  # the one value that may differ
+        values = {n: v for n, v in row.items() if n not in ("rows_per_s", "steps_per_s", "memory_mb")}
         assert {n: kept[row["step"]].get(n) for n in values} == values
     steps = [int(r["step"]) for r in rows("cut")]
     assert steps == sorted(set(steps))
@@ -101,9 +104,33 @@ def test_resume_auto_starts_and_then_goes_on(run):
 def test_resume_auto_replaces_what_an_attempt_without_a_checkpoint_left(run):
     Path("job/tensorboard").mkdir(parents=True)
     Path("job/config.yaml").write_text("trainer: {}")
+    dead = {"command": "python train.py", "host": platform.node(), "process": 2**22 + 1}  # above any process number
+    Path("job/environment.json").write_text(json.dumps(dead))
     Path("job/metrics.csv").write_text("step,x\n1,2\n")
     assert run("--resume", "auto", "--run_dir", "job", "--max_steps", "20")[0] == 0
     assert next(r["step"] for r in rows("job")) == "10"
+    assert Path("job/attempt-1/metrics.csv").read_text() == "step,x\n1,2\n"  # moved aside, not lost
+
+
+@pytest.mark.parametrize("left", ["config.yaml", "checkpoints/best-step=5.ckpt", "metrics.csv"])
+def test_resume_auto_never_touches_what_may_be_the_users_or_worth_keeping(run, left):
+    Path("job/checkpoints").mkdir(parents=True)
+    Path("job", left).write_text("mine")
+    code, _, err = run("--resume", "auto", "--run_dir", "job")
+    assert code == 2
+    assert "exists and is not empty" in err
+    assert Path("job", left).read_text() == "mine"
+
+
+def test_resume_auto_leaves_a_job_that_is_running_alone(run):
+    Path("job").mkdir()
+    alive = {"command": "python train.py", "host": platform.node(), "process": os.getppid()}
+    Path("job/environment.json").write_text(json.dumps(alive))
+    before = snapshot("job")
+    code, _, err = run("--resume", "auto", "--run_dir", "job")
+    assert code == 2
+    assert f"process {os.getppid()} is at work there" in err
+    assert snapshot("job") == before
 
 
 def test_resume_auto_does_not_replace_what_is_not_a_run(run):
@@ -199,6 +226,8 @@ REFUSED = {
     "both checkpoints": (("--ckpt_path", "a", "--init_weights", "b"), "leave one of them out"),
     "another effective batch": (("--resume", "cut", "--data.batch_size", "16"), "effective batch: 8 → 16"),
     "another seed": (("--resume", "cut", "--seed_everything", "7"), "seed: 0 → 7"),
+    "other values": (("--resume", "cut", "--data.source.seed", "9"), "checksum of rows"),
+    "another limit": (("--resume", "cut", "--limit_train_batches", "10"), "rows an epoch: 400 → 80"),
     "more rows": (("--resume", "cut", "--data.source.rows", "600"), "source rows: 500 → 600"),
 }
 
@@ -213,6 +242,37 @@ def test_what_cannot_work_is_refused_and_nothing_touched(run, case):
     assert words in err
     assert len(err.splitlines()) <= 6
     assert snapshot(".") == before
+
+
+STOPPING = "[{class_path: EarlyStopping, init_args: {monitor: val/loss, patience: 1, min_delta: 10.0}}]"
+
+
+def test_a_run_that_stopped_early_is_complete_until_a_setting_changes(run):
+    run("--run_dir", "early", "--trainer.callbacks", STOPPING, "--max_epochs", "5")
+    steps = last("early")["global_step"]
+    assert steps == 100
+    code, out, _ = run("--resume", "early", config=None)
+    assert code == 0
+    assert "complete" in out
+
+
+def test_early_stopping_goes_on_from_the_end_of_an_epoch(run):
+    patient = STOPPING.replace("patience: 1", "patience: 9")
+    run("--run_dir", "cut", "--trainer.callbacks", patient, "--max_epochs", "1")
+    assert run("--resume", "cut", "--max_epochs", "2", config=None)[0] == 0
+    assert last("cut")["global_step"] == 100
+
+
+@pytest.mark.parametrize("stop", [("--max_epochs", "2"), ("--max_steps", "60")])
+def test_a_plateau_schedule_resumes_exactly(run, stop):
+    plateau = ("--lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau", "--lr_scheduler.patience", "0")
+    plateau += ("--lr_scheduler.threshold", "0.5")
+    run("--run_dir", "whole", *plateau, "--max_epochs", "4")
+    run("--run_dir", "cut", *plateau, *stop)
+    assert run("--resume", "cut", "--max_epochs", "4", "--max_steps", "-1", config=None)[0] == 0
+    rates = [last(f)["optimizer_states"][0]["param_groups"][0]["lr"] for f in ("whole", "cut")]
+    assert rates[0] == rates[1] < 0.05
+    assert equal(last("whole"), last("cut"))
 
 
 def test_a_resume_that_cannot_be_exact_can_be_forced(run):

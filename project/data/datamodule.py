@@ -1,6 +1,7 @@
 """The LightningDataModule: ties a source, its order and its shares to what the Trainer was asked for."""
 
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,6 +73,11 @@ class StreamDataModule(L.LightningDataModule):
         self.split, self.split_seed = split, split_seed
         self.batch_size, self.eval_batch_size, self.chunk_size = batch_size, eval_batch_size, chunk_size
         self.num_workers, self.shuffle, self.drop_last = num_workers, shuffle, drop_last
+        for other in (val_source, test_source, predict_source):
+            take_columns: Callable[[Source], None] | None = getattr(other, "take_columns_of", None)
+            if take_columns is not None:
+                take_columns(source)
+        self._fingerprint: int | None = None
         self.train_stream: Stream | None = None
 
     # ---- what the rows are
@@ -94,9 +100,17 @@ class StreamDataModule(L.LightningDataModule):
             return own, Part(len(own), 0.0, 1.0)
         shares = [s if self.own_sources.get(p) is None else 0.0 for p, s in zip(PARTS, self.split, strict=True)]
         i = PARTS.index(name)
-        low = sum(shares[:i])
-        # rounded, so that sums such as 0.8 + 0.1 + 0.1 do not lose the last row
-        return self.source, Part(len(self.source), low, min(1.0, round(low + shares[i], 9)), self.split_seed)
+        # rounded alike on both sides of a cut: sums such as 0.8 + 0.1 + 0.1 neither lose a row nor give one twice
+        low, high = (min(1.0, round(sum(shares[:k]), 9)) for k in (i, i + 1))
+        return self.source, Part(len(self.source), low, high, self.split_seed)
+
+    def fingerprint(self) -> int:
+        """A number that changes when the training source gives other values: a checksum of a few rows of it."""
+        if self._fingerprint is None:
+            rows = torch.linspace(0, len(self.source) - 1, 16, dtype=torch.float64).long()
+            read = self.source.read(rows)
+            self._fingerprint = zlib.crc32(b"".join(t.cpu().contiguous().numpy().tobytes() for t in read))
+        return self._fingerprint
 
     def prepare_data(self) -> None:
         for source in self.sources():

@@ -70,6 +70,7 @@ class TableSource(Source):
         if len(set(names)) < max(len(names), 1):
             twice = next((f"{n} is there twice" for i, n in enumerate(names) if n in names[:i]), "no file is given")
             raise ValueError(f"--data.source.files: {twice}")
+        self._like: TableSource | None = None
         self._features, self._targets = features, [target] if isinstance(target, str) else target or []
         columns = [*(features or []), *self._targets]
         if len(set(columns)) < len(columns) or features == []:
@@ -86,15 +87,25 @@ class TableSource(Source):
 
     # -- what there is
 
+    def take_columns_of(self, source: object) -> None:
+        """Read the feature columns of another table, by name and in its order, unless some were named here."""
+        self._like = source if isinstance(source, TableSource) else None
+
+    def feature_names(self) -> list[str]:
+        """The feature columns, in the order of ``read``."""
+        self.prepare()
+        return list(self._columns[: self._in_features])
+
     def prepare(self) -> None:
         """Check every file's columns, convert CSV files that have no copy yet, find the rows to skip."""
         if self._parts:
             return
         names = [table.names() if table.parquet else [n.strip() for n in header(table)] for table in self._tables]
-        features = self._features or [name for name in names[0] if name not in self._targets]
+        asked = self._features or (self._like.feature_names() if self._like is not None else None)
+        features = asked or [name for name in names[0] if name not in self._targets]
         columns = [*features, *self._targets]
         for table, found in zip(self._tables, names, strict=True):
-            check_names(table, found, columns, exact=self._features is None)
+            check_names(table, found, columns, exact=asked is None)
         parts = [self._part(table, columns) for table in self._tables]
         self._columns, self._in_features = columns, len(features)
         self._groups = [(i, group) for i, part in enumerate(parts) for group in range(len(part.sizes))]

@@ -90,8 +90,9 @@ class Checkpoints(Checkpoint):
             mine = self.dirpath or Path(trainer.default_root_dir, "checkpoints")
             self.dirpath = Path(trainer.strategy.broadcast(str(mine)))
             if trainer.is_global_zero:
-                for leftover in self.dirpath.glob("*.tmp"):  # of a run that was killed while it saved
-                    leftover.unlink()
+                for name in ("last.ckpt.tmp", "best-step=*.ckpt.tmp"):  # of a run that was killed while it saved
+                    for leftover in self.dirpath.glob(name):
+                        leftover.unlink()
 
     # ---- when
 
@@ -144,7 +145,8 @@ class Checkpoints(Checkpoint):
                 log.error("last.ckpt could not be written after the failure: %s", e)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step != self._saved_step:
+        # should_stop: a callback has ended the run since the last save, and a resumed one must know
+        if trainer.global_step != self._saved_step or trainer.should_stop:
             self.save(trainer)
 
     # ---- what
@@ -170,9 +172,10 @@ class Checkpoints(Checkpoint):
                     self._path(old).unlink()
 
     def _finite(self, trainer: L.Trainer) -> bool:
-        fine = all(
-            bool(torch.isfinite(p).all()) for p in trainer.lightning_module.parameters() if p.is_floating_point()
-        )
+        # buffers too: running statistics of a BatchNorm go wrong in the forward pass, before any update
+        module = trainer.lightning_module
+        weights = (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+        fine = all(bool(torch.isfinite(t).all()) for t in weights)
         return trainer.strategy.reduce_boolean_decision(fine, all=True)
 
     def _rank(self, trainer: L.Trainer) -> tuple[str, list[str]]:

@@ -31,9 +31,7 @@ class MetricsCSV(Logger):
         self._finished: list[dict[str, Any]] = []  # rows before it that are not on the disk yet
         self._end = 0  # where the finished rows end in the file
         self._saved = 0.0
-        if self.path.exists():  # of an earlier attempt; nothing is written before the first save
-            self._columns = next(csv.reader(self.path.read_text().splitlines()), self._columns)
-            self._end = self.path.stat().st_size
+        self._opened = False
 
     @property
     def name(self) -> str:
@@ -51,6 +49,13 @@ class MetricsCSV(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: the run folder holds the whole config."""
 
+    def _open(self) -> None:
+        """Go on after the rows of an earlier attempt; nothing is looked at before something is logged."""
+        if not self._opened and self.path.exists():
+            self._columns = next(csv.reader(self.path.read_text().splitlines()), self._columns)
+            self._end = self.path.stat().st_size
+        self._opened = True
+
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = int(step or 0)
@@ -64,6 +69,7 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def save(self) -> None:
         """Bring all rows to the disk, that of the current step as it is so far."""
+        self._open()
         rows = [*self._finished, *([self._row] if self._row else [])]
         new = list({name: None for row in rows for name in row if name not in self._columns})
         if new or not self.path.exists():
@@ -89,6 +95,7 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def rewind(self, step: int) -> None:
         """Drop the rows after ``step``, the one resumed from; what is logged again at it goes into its row."""
+        self._open()
         if not self.path.exists():
             return
         rows = self._read()

@@ -30,7 +30,7 @@ class PredictionWriter(L.Callback):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.unfinished = path, path.with_name(path.name + ".tmp")
+        self.path, self.unfinished = path, path.with_name(f".{os.getpid()}-{path.name}.tmp")
         self.written = 0
         self._waiting: list[Array] = []
         self._file: Any = None

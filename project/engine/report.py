@@ -31,6 +31,8 @@ class Report(L.Callback):
         self.first_step: int | None = None  # the optimizer step that training began at; None before it does
         self.rows_used = 0  # by training, since it began
         self.memory = Memory(torch.device("cpu"))
+        self._number = 0  # of the epoch; Lightning counts it up before it says that the epoch is over
+        self._reported, self._reported_batch = time.monotonic(), 0
         self._losses: list[Tensor] = []  # of the steps since the last report, like the next two; all on the device
         self._rows: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []  # predictions and targets
@@ -62,7 +64,7 @@ class Report(L.Callback):
 
     def _begin_epoch(self, trainer: L.Trainer, done: int) -> None:
         self._stream = getattr(trainer.datamodule, "train_stream", None)  # type: ignore[attr-defined]
-        self._epoch_started = time.monotonic()
+        self._epoch_started, self._number = time.monotonic(), trainer.current_epoch
         self._title = f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}"
         self._screen.begin(self._title, done)
 
@@ -149,7 +151,7 @@ class Report(L.Callback):
     def _send(self, trainer: L.Trainer, values: dict[str, float]) -> None:
         self.last |= values
         for logger in trainer.loggers:
-            logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step)
+            logger.log_metrics({**values, "epoch": self._number}, step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 
 from project.data.datamodule import StreamDataModule
@@ -40,6 +41,8 @@ class Resume(L.Callback):
     def __init__(self, allow_changed: bool = False, optimizer_values: dict[str, Any] | None = None) -> None:
         self.allow_changed, self.optimizer_values = allow_changed, optimizer_values or {}
         self._last_step: int | None = None
+        self._scores: dict[str, float] = {}  # of the last validation before the stop, for callbacks that look at them
+        self._cut_epoch = False
 
     # ---- random numbers
 
@@ -52,6 +55,7 @@ class Resume(L.Callback):
 
         for name, value in self.optimizer_values.items():
             _replace(trainer, name, value)
+        trainer.callback_metrics.update({n: torch.tensor(v) for n, v in self._scores.items()})
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seed = getattr(trainer.datamodule, "seed", 0)  # type: ignore[attr-defined]
@@ -79,6 +83,8 @@ class Resume(L.Callback):
             "rows": rows,
             "epoch_done": done >= trainer.num_training_batches,
             "validation_due": self._validation_due(trainer),
+            "scores": {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1},
+            "stopped_early": any(isinstance(c, EarlyStopping) and c.stopped_epoch for c in _callbacks(trainer)),
             **_identity(data),
         }
 
@@ -103,10 +109,18 @@ class Resume(L.Callback):
         if not self.allow_changed:
             check_same(data, checkpoint)
         _rewrite_counters(trainer, data, checkpoint, saved)
+        self._scores, self._cut_epoch = saved.get("scores", {}), saved["rows"] > 0
         if saved["validation_due"] and 0 <= trainer.max_steps <= checkpoint["global_step"]:
             # The validation after the very last step is still to come, but Lightning would not even enter its loop.
             self._last_step = trainer.max_steps
             trainer.fit_loop.epoch_loop.max_steps = trainer.max_steps + 1
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._cut_epoch:  # Lightning leaves out the step of a plateau schedule at the end of an epoch it resumed
+            for config in trainer.lr_scheduler_configs:
+                if config.reduce_on_plateau and config.interval == "epoch":
+                    pl_module.lr_scheduler_step(config.scheduler, trainer.callback_metrics[str(config.monitor)])
+            self._cut_epoch = False
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._last_step is not None:
@@ -149,17 +163,24 @@ def check_same(data: StreamDataModule, checkpoint: dict[str, Any]) -> None:
 
 def _identity(data: StreamDataModule) -> dict[str, Any]:
     """What must stay for the rows of each optimizer step to stay."""
-    source, part = data.part("train")
+    (source, part), shares = data.part("train"), data.shares("train")
     return {
         "effective_batch": data.effective_batch,
         "training_rows": len(part),
         "source_rows": len(source),
         "source": type(source).__name__,
+        "checksum_of_rows": data.fingerprint(),
+        "rows_an_epoch": _limited(len(shares), data.trainer_in_use.limit_train_batches) * data.micro_rows,
         "seed": data.seed,
         "split_seed": data.split_seed,
         "shuffle": data.shuffle,
         "drop_last": data.drop_last,
     }
+
+
+def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 def _batch_progress(trainer: L.Trainer) -> Any:

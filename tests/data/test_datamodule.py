@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from project.data.datamodule import StreamDataModule
-from project.data.sources import ArraySource
+from project.data.sources import ArraySource, SyntheticSource
 from project.module import Module
 from tests.numbered import COLUMNS, Numbered, fit, numbers, trainer_of, weights
 
@@ -213,3 +213,14 @@ def test_own_dataloaders_and_data_modules_work_with_our_module() -> None:
     loader = DataLoader(x, batch_size=8)  # inputs alone, as a plain tensor
     assert torch.cat(trainer_of().predict(module, loader)).shape == (40, 1)
     assert numbers(x, 40) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    "split", [(0.7, 0.2, 0.1), (0.6, 0.3, 0.1), (0.9, 0.05, 0.05), (0.8, 0.1, 0.1), (1 / 3, 1 / 3, 1 / 3)]
+)
+def test_no_length_gives_a_row_to_two_parts_or_to_none(split):
+    for n in [*range(1, 300), 60_015, 60_035]:
+        data = StreamDataModule(SyntheticSource(n), split=split)
+        parts = [data.part(name)[1] for name in ("train", "val", "test")]
+        rows = torch.cat([part.rows(torch.arange(len(part))) for part in parts])
+        assert torch.equal(rows.sort().values, torch.arange(n)), (n, [len(p) for p in parts])

@@ -468,3 +468,17 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, megabytes: int) -> N
     )
     assert rows == repeats * 20_000
     assert read < 120
+
+
+def test_other_parts_read_the_columns_of_the_training_table_by_name(tmp_path):
+    (tmp_path / "train.csv").write_text("a,b,y\n1,2,0\n3,4,1\n")
+    (tmp_path / "new.csv").write_text("b,a\n20,10\n")
+    (tmp_path / "wrong.csv").write_text("c,d\n20,10\n")
+    train = TableSource(str(tmp_path / "train.csv"), target="y")
+    new = TableSource(str(tmp_path / "new.csv"))
+    new.take_columns_of(train)
+    assert new.read(torch.tensor([0]))[0].tolist() == [[10.0, 20.0]]
+    wrong = TableSource(str(tmp_path / "wrong.csv"))
+    wrong.take_columns_of(train)
+    with pytest.raises(ValueError, match=r"wrong.csv has no column 'a'"):
+        len(wrong)
