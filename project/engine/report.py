@@ -74,10 +74,10 @@ class Report(L.Callback):
         if outputs and "loss" in outputs:
             self._losses.append(outputs["loss"])
             target = outputs.get("target")
-            if target is None:
-                self._rows.append(1)
-            elif self._stream is not None and self._stream.weight == 0.0:
+            if self._stream is not None and self._stream.weight == 0.0:
                 self._rows.append(0)  # a row of padding, on a rank with no share of the last batch
+            elif target is None:
+                self._rows.append(_rows_of(batch))
             else:
                 self._rows.append(len(target))
                 if self._measure is not None:
@@ -225,6 +225,12 @@ class Report(L.Callback):
     def _ends_epoch(self, trainer: L.Trainer) -> bool:
         """The line of the epoch is about to tell the same values."""
         return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _rows_of(batch: Any) -> int:
+    """Rows of a batch whose step returned the bare loss: those of its first tensor; 1 if it has a shape of its own."""
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return len(first) if isinstance(first, Tensor) and first.ndim else 1
 
 
 def _of(total: int | None) -> str:

@@ -95,7 +95,8 @@ def test_a_step_that_returns_a_bare_loss_or_nothing_is_reported_as_far_as_it_goe
             self.manual_backward(self.compute_loss(self(batch[0]), batch[1]))
             optimizer.step()
 
-    _, rows = train(tmp_path, Report(False), Bare(nn.Linear(3, 1)), max_epochs=1)
+    _, rows = train(tmp_path, report := Report(False), Bare(nn.Linear(3, 1)), max_epochs=1)
+    assert report.rows_used == 400
     assert rows[-1]["train/epoch_loss"]
     (tmp_path / "manual").mkdir()
     t, rows = train(tmp_path / "manual", Report(False), Manual(nn.Linear(3, 1)), max_epochs=1)
