@@ -89,7 +89,7 @@ class TableSource(Source):
 
     def take_columns_of(self, source: object) -> None:
         """Read the feature columns of another table, by name and in its order, unless some were named here."""
-        self._like = source if isinstance(source, TableSource) else None
+        self._like = source if isinstance(source, TableSource) and source is not self else None
 
     def feature_names(self) -> list[str]:
         """The feature columns, in the order of ``read``."""
