@@ -148,3 +148,14 @@ def _matches(parts: list[str], wanted: list[str]) -> bool:
         return _matches(parts, wanted[1:]) or (not parts[0].startswith(".") and _matches(parts[1:], wanted))
     hidden = parts[0].startswith(".") and not wanted[0].startswith(".")
     return not hidden and fnmatch.fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A file made ready."""
+
+    table: Table  # as the user names it
+    data: Table  # what is read: the same, or the converted copy
+    stamp: tuple[int, int]
+    sizes: list[int]  # rows of each row group
+    skipped: list[int]  # CSV: numbers of the records left out

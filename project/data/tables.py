@@ -9,7 +9,6 @@ import json
 import logging
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,24 +19,13 @@ from pyarrow import fs
 from torch import Tensor
 
 from project.data.csv_cache import ROUNDED, SKIP, SKIPPED, cached, header, place
-from project.data.files import Array, Table, check_names, fill, find
+from project.data.files import Array, Ready, Table, check_names, fill, find
 from project.data.sources import Source, check_rows
 
 log = logging.getLogger("project")
 
 KEPT_GROUPS = 160  # decoded row groups kept: a mixture of 64 stretches may touch two groups each
 KEPT_BYTES = 512 << 20  # ... but no more than this, or the one group in use
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file made ready."""
-
-    table: Table  # as the user names it
-    data: Table  # what is read: the same, or the converted copy
-    stamp: tuple[int, int]
-    sizes: list[int]  # rows of each row group
-    skipped: list[int]  # CSV: numbers of the records left out
 
 
 class TableSource(Source):
@@ -77,7 +65,7 @@ class TableSource(Source):
             raise ValueError(f"--data.source.features {features} and --data.source.target {target}: name a column once")
         self._whole = frozenset(self._targets if target_dtype == "int64" else [])
         self._skip, self._cache_dir = skip_bad_rows, cache_dir
-        self._parts: list[Part] = []
+        self._parts: list[Ready] = []
         self._kept: OrderedDict[int, tuple[Tensor, ...]] = OrderedDict()  # decoded groups, the latest used last
         self._footers: dict[int, Any] = {}
         self._warned: set[str] = set()
@@ -120,7 +108,7 @@ class TableSource(Source):
                 listed = "".join(f"\n  {self._where(row)}" for row in self._bad[:10].tolist())
                 log.warning("%d bad rows are left out of Parquet files, the first:%s", len(self._bad), listed)
 
-    def _part(self, table: Table, columns: list[str]) -> Part:
+    def _part(self, table: Table, columns: list[str]) -> Ready:
         """A file made ready: its row groups, and for CSV its converted copy."""
         if table.parquet:
             data = table
@@ -140,7 +128,7 @@ class TableSource(Source):
             self._warn_rounded(table, name)
         skipped = [int(record) for record in notes.get(SKIPPED, b"").split(b",") if record]
         sizes = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
-        return Part(table, data, table.stamp(), sizes, skipped)
+        return Ready(table, data, table.stamp(), sizes, skipped)
 
     @property
     def in_features(self) -> int:
