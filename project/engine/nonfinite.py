@@ -48,38 +48,35 @@ class NonFinite(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        self._at_once = trainer.strategy.root_device.type == "cpu" or self.mode == "skip"
+        self._on_cpu = trainer.strategy.root_device.type == "cpu"
+        self._at_once = self._on_cpu or self.mode == "skip"
         self._parameters = [p for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]]
+        if self._at_once:  # nothing is left for later
+            self.__dict__["on_train_batch_end"] = None
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if loss.device.type == "cpu" and math.isfinite(float(loss.detach())):
+        if self._on_cpu and math.isfinite(loss.item()):
             return
         if loss.requires_grad:
             # 1 times the gradient, but nan if the loss is nan or infinite; on an accelerator without waiting to know.
             loss.register_hook(lambda gradient: gradient * (loss.detach() * 0 + 1))  # type: ignore[no-untyped-call]
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [g for p in self._parameters if (g := p.grad) is not None]
         if self._scaled or not gradients:  # the scaler of 16-bit training looks for itself, and expects some
             return
         if not self._at_once:
             self._mask(trainer, gradients)
-        elif self._any_bad(trainer, gradients):
-            if self.mode == "stop":
-                self._stop(trainer, pl_module, _step(trainer), self._bad_names(pl_module))
+            return
+        bad = _any_bad(gradients)
+        if self.mode == "skip" and trainer.world_size > 1:  # shards of a gradient may differ
+            bad = trainer.strategy.reduce_boolean_decision(bad, all=False)
+        if bad and self.mode == "stop":
+            self._stop(trainer, pl_module, _step(trainer), self._bad_names(pl_module))
+        elif bad:
             self.skipped += 1
             for p in self._parameters:
                 p.grad = None  # an optimizer passes over such parameters, momentum and all
-
-    def _any_bad(self, trainer: L.Trainer, gradients: list[Tensor]) -> bool:
-        """Whether a gradient is not finite; with ``skip``, on any rank, since shards may differ."""
-        total = math.nan
-        if gradients[0].device.type == "cpu":  # a sum is quick, and finite only if all is; it can also overflow
-            total = sum(g.item() if g.numel() == 1 else g.sum().item() for g in gradients)
-        bad = not math.isfinite(total) and not all(bool(torch.isfinite(g).all()) for g in gradients)
-        if self.mode == "skip" and trainer.world_size > 1:
-            return trainer.strategy.reduce_boolean_decision(bad, all=False)
-        return bad
 
     # ---- on an accelerator
 
@@ -165,6 +162,14 @@ class NonFinite(Callback):
         if not found:
             few = ", ".join(map(str, rows[:SHOWN].tolist()))
             yield f"Its {len(rows)} rows ({few}, …) and their predictions are finite one by one: too high a rate?"
+
+
+def _any_bad(gradients: list[Tensor]) -> bool:
+    """Whether a gradient is not finite: a sum is quick, and finite only if all is; but it can also overflow."""
+    total = 0.0
+    for g in gradients:
+        total += g.item() if g.numel() == 1 else g.sum().item()
+    return not math.isfinite(total) and not all(bool(torch.isfinite(g).all()) for g in gradients)
 
 
 def _step(trainer: L.Trainer) -> tuple[int, int, int]:
