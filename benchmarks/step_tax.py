@@ -1,265 +1,116 @@
 """What a training step of a small model costs, as a multiple of a bare PyTorch loop.
 
-    python benchmarks/step_tax.py [--rounds 9] [--steps 1500]
+    python benchmarks/step_tax.py [--rounds 9] [--steps 400] [--write]
 
 LinearModel(10, 1), 64 rows a step, SGD, one thread, one process unless said. Every round measures all loops one after
-the other, forwards and backwards in turn; a ratio is taken within its round, and the medians over the rounds are
-printed.
-Processor time, which other programs on the machine disturb least. The last lines are ``name: ratio``.
+the other, forwards and backwards in turn, and the bare loop before and after each of them. Medians of the ratios are
+printed, in processor time, which other programs on the machine disturb least; a µs is one of the bare loop's fastest
+tenth. The last lines are ``name: ratio``. ``--write`` puts it all in docs/performance.md.
 """
 
 import argparse
-import contextlib
+import datetime
 import gc
-import io
-import logging
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lightning as L
 import torch
-import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from project.cli import main
-from project.models import LinearModel
+from benchmarks import anatomy
+from benchmarks.loops import Task, loops, settle, two_processes
 
-ROWS, COLUMNS = 64, 10
+COMPARED = ("bare loop, DataLoader(TensorDataset)", "Hydra template style", "Lightning, stock full-featured")
+PAGE = """# Performance
 
+Written by `python benchmarks/step_tax.py --write` on {machine}. Each number is a median of paired rounds,
+in processor time; ratios are to a bare PyTorch loop on views, measured before and after each loop.
 
-class Clock(L.Callback):
-    """Processor time of the steps of one epoch, without the validation after them; nothing is done at a step."""
+## A training step of a small model
 
-    microseconds = 0.0
+LinearModel(10, 1), 64 rows, SGD, one thread. *Ours* is `python train.py` with everything on: progress, TensorBoard,
+CSV, loss and R², checkpoints, throughput, memory, the checks of every step, exact resume. The loops of Lightning run
+at a terminal too, and are compared with ours there; *full-featured* means a Rich bar, TensorBoard, CSV, checkpoints, the
+throughput monitor, and the Hydra style logs a mean loss and a metric at every step, from rows put together one by one.
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.begun = time.process_time()
-        Clock.microseconds = 0.0
+{loops}
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not Clock.microseconds:
-            Clock.microseconds = (time.process_time() - self.begun) / trainer.num_training_batches * 1e6
+```text
+{last}
+```
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self.on_train_epoch_end(trainer, pl_module)
+## What the step is made of
 
+One thing left out at a time, in one run of the command (`benchmarks/anatomy.py`).
 
-class Task:
-    """The same rows for every loop."""
+{parts}
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.x, self.y = torch.randn(steps * ROWS, COLUMNS), torch.randn(steps * ROWS, 1)
-
-    def bare(self, batches: Any = None) -> float:
-        model, loss_of = LinearModel(COLUMNS, 1), nn.MSELoss()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        begun = time.process_time()
-        for x, y in batches or zip(self.x.split(ROWS), self.y.split(ROWS), strict=True):
-            loss = loss_of(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return (time.process_time() - begun) / self.steps * 1e6
-
-    def bare_loader(self) -> float:
-        return self.bare(DataLoader(TensorDataset(self.x, self.y), batch_size=ROWS))
-
-    def trainer(self, module: L.LightningModule, loader: Any, callbacks: list[Any] = (), **settings: Any) -> float:  # type: ignore[assignment]
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            if settings.pop("full", False):
-                settings["logger"] = [TensorBoardLogger(folder), CSVLogger(folder)]
-                checkpoint = ModelCheckpoint(folder, save_last=True)
-                throughput = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=50)
-                callbacks = [*callbacks, checkpoint, throughput]
-            everything = {"default_root_dir": folder, "callbacks": [Clock(), *callbacks], **settings}
-            L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **everything).fit(module, loader)
-        return Clock.microseconds
-
-    def ours(self, *flags: str, terminal: bool = False) -> float:
-        """The command itself, as a user types it."""
-        rows = str(round(self.steps * ROWS / 0.8))
-        with tempfile.TemporaryDirectory() as folder, quiet(terminal):
-            main(
-                [
-                    *("--run_dir", f"{folder}/run", "--max_epochs", "1", "--data.source.rows", rows),
-                    *("--accelerator", "cpu", "--callbacks+=benchmarks.step_tax.Clock"),
-                    *flags,
-                ]
-            )
-        return sys.modules["benchmarks.step_tax"].Clock.microseconds
+Where it stops: most of the rest is Lightning's own loop, some forty calls with a name to format, a profiler to ask and
+a hook to look up in each. A larger model does not feel any of it: the sum is fixed, whatever the step computes.
+"""
 
 
-class Documented(L.LightningModule):
-    """As Lightning's documentation shows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = LinearModel(COLUMNS, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        loss = nn.functional.mse_loss(self.model(x), y)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class Silent(Documented):
-    """Logs nothing, for a Trainer with everything off."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+def measure(rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """For each loop and round: µs a step, and that of the bare loop just before and after it."""
+    task, found = Task(steps), {}  # type: ignore[var-annotated]
+    for i in range(rounds + 1):
+        order = list(loops(task).items())
+        before = task.bare()
+        for name, loop in order if i % 2 == 0 else reversed(order):
+            gc.collect()
+            micro, after = loop(), task.bare()
+            if i:  # the first round warms up
+                found.setdefault(name, []).append((micro, (before + after) / 2))
+            before = after
+        print(f"round {i} of {rounds}", file=sys.stderr, flush=True)
+    return {name: found[name] for name in loops(task)}
 
 
-class HydraStyle(Documented):
-    """A mean of losses and a metric, both logged at every step and shown in the bar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss, self.metric = torchmetrics.MeanMetric(), torchmetrics.MeanSquaredError()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        prediction = self.model(x)
-        loss = nn.functional.mse_loss(prediction, y)
-        self.loss(loss)
-        self.metric(prediction, y)
-        self.log("train/loss", self.loss, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("train/mse", self.metric, on_step=False, on_epoch=True, prog_bar=True)
-        return loss
-
-
-class Views:
-    """Batches as views: the least a loader can do."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def __len__(self) -> int:
-        return self.task.steps
-
-    def __iter__(self) -> Any:
-        return iter(zip(self.task.x.split(ROWS), self.task.y.split(ROWS), strict=True))
-
-
-class Samples(Dataset[Any]):
-    """One row at a time, put together by the loader."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def __len__(self) -> int:
-        return len(self.task.x)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.task.x[i], self.task.y[i]
-
-
-class Screen(io.StringIO):
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-
-@contextlib.contextmanager
-def quiet(terminal: bool = False) -> Any:
-    with contextlib.redirect_stdout(Screen(terminal)), contextlib.redirect_stderr(Screen(terminal)):
-        yield
-
-
-def two_processes(steps: int) -> float:
-    """Microseconds a step of two processes over gloo, by the command; each has its own core if there are two."""
-    here = Path(__file__).parent.parent
-    rows = str(round(2 * steps * ROWS / 0.8))
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(here / "train.py"), "--run_dir", f"{folder}/run", "--max_epochs", "1"]
-        command += ["--accelerator", "cpu", "--devices", "2", "--data.source.rows", rows]
-        command += ["--callbacks+=benchmarks.step_tax.Printed"]
-        out = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout
-    return float(out.partition("microseconds ")[2].split()[0])
-
-
-class Printed(Clock):
-    """Wall time would count waiting for the other process; processor time counts what this one does."""
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            print(f"microseconds {Clock.microseconds}")
-
-
-def loops(task: Task) -> dict[str, Callable[[], float]]:
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    tensors = lambda: DataLoader(TensorDataset(task.x, task.y), batch_size=ROWS)  # noqa: E731
-    metrics = ["--model.metrics", "{r2: torchmetrics.R2Score, mse: torchmetrics.MeanSquaredError}"]
-    return {
-        "bare loop": task.bare,
-        "bare loop, DataLoader(TensorDataset)": task.bare_loader,
-        "Trainer, barebones": lambda: task.trainer(Silent(), Views(task), barebones=True),
-        "Trainer, all off": lambda: task.trainer(Silent(), Views(task), **off),
-        "Lightning as documented": lambda: task.trainer(Documented(), tensors()),
-        "Lightning, stock full-featured": lambda: task.trainer(Documented(), Views(task), full=True),
-        "Hydra template style": lambda: task.trainer(HydraStyle(), DataLoader(Samples(task), ROWS), full=True),
-        "ours": task.ours,
-        "ours, at a terminal": lambda: task.ours(terminal=True),
-        "ours, no metric": lambda: task.ours("--model.metrics", "null"),
-        "ours, two metrics": lambda: task.ours(*metrics),
-        "ours, accumulation 4": lambda: task.ours("--accumulate_grad_batches", "4"),
-        "ours, clipping": lambda: task.ours("--gradient_clip_val", "1.0"),
-    }
+def ratio(found: dict[str, list[tuple[float, float]]], name: str, to: str) -> float:
+    """Median over the rounds of a loop's time to another's, each taken as a multiple of the bare loop next to it."""
+    pairs = zip(found[name], found[to], strict=True)
+    return statistics.median((a / bare_a) / (b / bare_b) for (a, bare_a), (b, bare_b) in pairs)
 
 
 def run() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--steps", type=int, default=1500)
+    options.add_argument("--steps", type=int, default=400)
+    options.add_argument("--write", action="store_true", help="Write docs/performance.md.")
     asked = options.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    task = Task(asked.steps)
-    measured: dict[str, list[float]] = {}
-    for i in range(asked.rounds + 1):
-        order = list(loops(task).items())
-        for name, loop in order if i % 2 == 0 else reversed(order):
-            gc.collect()
-            measured.setdefault(name, []).append(loop())
-        print(f"round {i} of {asked.rounds}" + (" (to warm up; not counted)" if i == 0 else ""), flush=True)
-    measured = {name: values[1:] for name, values in measured.items()}
-    both = two_processes(asked.steps)
-    bare = measured["bare loop"]
-    print(f"\n{'loop':<40}{'µs a step':>10}{'x bare':>8}")
-    ratios = {}
-    for name, values in measured.items():
-        ratios[name] = statistics.median(v / b for v, b in zip(values, bare, strict=True))
-        print(f"{name:<40}{statistics.median(values):>10.0f}{ratios[name]:>8.2f}")
-    print(f"{'ours, two processes (each)':<40}{both:>10.0f}{both / statistics.median(bare):>8.2f}\n")
-    ours = measured["ours"]
-    print(f"ours to the bare loop: {ratios['ours']:.2f}")
-    print(f"ours at a terminal to the bare loop: {ratios['ours, at a terminal']:.2f}")
-    for name in ("bare loop, DataLoader(TensorDataset)", "Hydra template style", "Lightning, stock full-featured"):
-        print(f"{name} to ours: {statistics.median(v / o for v, o in zip(measured[name], ours, strict=True)):.2f}")
+    settle()
+    found = measure(asked.rounds, asked.steps)
+    bare = statistics.quantiles([b for pairs in found.values() for _, b in pairs], n=10)[0]
+    lines = ["| loop | x bare | µs a step |", "| --- | --- | --- |"]
+    for name, pairs in found.items():
+        times = statistics.median(micro / b for micro, b in pairs)
+        lines.append(f"| {name} | {times:.2f} | {times * bare:.0f} |")
+    both = two_processes(4 * asked.steps)
+    lines += [f"| ours, two processes over gloo, each | {both:.2f} | {both * bare:.0f} |"]
+    parts = anatomy.table(40)
+    last = [
+        f"ours to the bare loop: {ratio(found, 'ours', 'bare loop'):.2f}",
+        f"ours at a terminal to the bare loop: {ratio(found, 'ours, at a terminal', 'bare loop'):.2f}",
+        *(f"{name} to ours: {ratio(found, name, 'ours, at a terminal'):.2f}" for name in COMPARED),
+    ]
+    print("\n".join([*lines, "", *parts, "", *last]))
+    if asked.write:
+        write("\n".join(lines), "\n".join(parts), "\n".join(last))
+
+
+def write(loops: str, parts: str, last: str) -> None:
+    page = Path(__file__).parent.parent / "docs" / "performance.md"
+    cpu = next(
+        (x.partition(": ")[2] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "CPU"
+    )
+    machine = f"{os.cpu_count()} cores of an {cpu.strip()}, torch {torch.__version__}, lightning {L.__version__}, "
+    text = PAGE.format(machine=machine + f"{datetime.date.today()}", loops=loops, parts=parts, last=last)
+    page.write_text(text)
 
 
 if __name__ == "__main__":

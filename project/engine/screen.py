@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 REDRAW_SECONDS = 0.2
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
-BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-UNKNOWN = "{desc}{n_fmt} [{elapsed}{postfix}]"
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+UNKNOWN = "{desc}: {n_fmt} [{elapsed}{postfix}]"
 
 
 class Screen:
@@ -27,6 +27,7 @@ class Screen:
         self._next = time.monotonic() + (0.0 if self.terminal else FIRST_LINE_SECONDS)
         self._began: dict[str, tuple[float, int]] = {}
         self._bar: tqdm[Any] | None = None
+        self._shown: tuple[str, int | None] = ("", None)  # by the bar: title and number of batches
 
     def begin(self, title: str, done: int = 0) -> None:
         """What is shown under ``title`` begins now, with ``done`` batches behind it: time left follows from that."""
@@ -42,15 +43,17 @@ class Screen:
             share = f"{done / known:.0%} of {known:,} batches" if known else f"{done:,} batches"
             print("  ".join(filter(None, [title, share, words, self._left(title, done, known)])), flush=True)
             return
-        if self._bar is None or self._bar.desc != f"{title}: " or self._bar.total != known:
+        if self._bar is None or self._shown != (title, known):
             self.close()
+            self._shown, (columns, lines) = (title, known), shutil.get_terminal_size()
             self._bar = tqdm(
                 desc=title,
                 total=known,
                 initial=self._began.get(title, (0.0, 0))[1],
                 file=sys.stdout,
                 leave=False,
-                ncols=shutil.get_terminal_size().columns,
+                ncols=columns,
+                nrows=lines,
                 miniters=0,
                 mininterval=0,
                 bar_format=BAR if known else UNKNOWN,
