@@ -79,10 +79,16 @@ def _signature(cli: CLI) -> Undo:
     return lambda: setattr(step, "__signature__", stored)
 
 
+def _logs(cli: CLI) -> Undo:
+    connector: Any = cli.trainer._logger_connector
+    return swap(connector, "on_batch_end", type(connector).on_batch_end.__get__(connector))
+
+
 M, C = L.LightningModule, L.Callback
 SAVINGS: dict[str, Change] = {  # without …
     "NoProfiler": lambda cli: swap(cli.trainer, "profiler", PassThroughProfiler()),
     "skip_empty_hooks": _empty_hooks,
+    "skip_empty_logs": _logs,
     "__init_subclass__": _signature,
     "__setattr__": put((LeanModule, "__setattr__", torch.nn.Module.__setattr__)),
     "optimizer_zero_grad": put((LeanModule, "optimizer_zero_grad", M.optimizer_zero_grad)),

@@ -35,8 +35,8 @@ in processor time; ratios are to a bare PyTorch loop on views, measured before a
 
 LinearModel(10, 1), 64 rows, SGD, one thread. *Ours* is `python train.py` with everything on: progress, TensorBoard,
 CSV, loss and R², checkpoints, throughput, memory, the checks of every step, exact resume. The loops of Lightning run
-at a terminal too, and are compared with ours there; *full-featured* means a Rich bar, TensorBoard, CSV, checkpoints, the
-throughput monitor, and the Hydra style logs a mean loss and a metric at every step, from rows put together one by one.
+at a terminal too, and are compared with ours there; *full-featured* is a Rich bar, TensorBoard, CSV, checkpoints, the
+throughput monitor; the Hydra style logs a mean loss and a metric at every step, from rows put together one by one.
 
 {loops}
 

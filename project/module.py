@@ -163,8 +163,10 @@ class Module(LeanModule):
         standardise.fit(Standardise.merge(moments))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        weight = getattr(self._data, "loss_weight", 1.0)
-        super().backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
+        stream = getattr(self._data, "train_stream", None)
+        if stream is not None and stream.weight != 1.0:
+            loss = loss * stream.weight
+        super().backward(loss, *args, **kwargs)
 
     def check_input(self, x: Tensor) -> None:
         """Refuse data that the net cannot take, before training starts.

@@ -1,7 +1,8 @@
 """What Lightning does at every step and a small model feels: each saving with its measured gain.
 
 Only what is done differs, never what comes out: weights are bit-equal to those of the plain Trainer
-(``tests/engine/test_lean.py``). Gains in µs of a step of LinearModel(10, 1) on 64 rows, by ``benchmarks/anatomy.py``.
+(``tests/engine/test_lean.py``). Gains in µs of a step of LinearModel(10, 1) on 64 rows where a bare loop takes 299, by
+``benchmarks/anatomy.py``; docs/performance.md has the latest.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import RunningStage
 from torch.optim import Optimizer
 
 _NOTHING = contextlib.nullcontext()
@@ -25,14 +27,14 @@ _STEP_HOOKS = (
 
 
 class NoProfiler(PassThroughProfiler):
-    """Stands in where no profiler was asked for: one shared empty context instead of a generator for each action."""
+    """Stands in where no profiler was asked for: one shared empty context, no generator for each action: −35."""
 
     def profile(self, action_name: str) -> Any:
         return _NOTHING
 
 
 def skip_empty_hooks(owner: L.Callback | L.LightningModule) -> None:
-    """Let the Trainer pass over the hooks of a step that ``owner`` leaves empty: it calls only what can be called.
+    """Let the Trainer pass over the hooks of a step that ``owner`` leaves empty: it calls only what can be called: −32.
 
     Set on the object, not on its class, so that a subclass can override any of them and call ``super()``.
     """
@@ -40,6 +42,27 @@ def skip_empty_hooks(owner: L.Callback | L.LightningModule) -> None:
     for name in _STEP_HOOKS:
         if getattr(type(owner), name) is getattr(base, name):
             owner.__dict__.setdefault(name, None)
+
+
+def skip_empty_logs(trainer: L.Trainer) -> None:
+    """Where a training step has logged nothing with ``self.log``, spare the Trainer going through it: −20.
+
+    Private: should Lightning rename what is looked at here, only the saving is lost.
+    """
+    connector = getattr(trainer, "_logger_connector", None)
+    update = getattr(connector, "on_batch_end", None)
+    loop = trainer.fit_loop.epoch_loop
+    if update is None or not hasattr(loop, "_results"):
+        return
+
+    def on_batch_end() -> None:
+        results = loop._results
+        if results or trainer.state.stage is not RunningStage.TRAINING:
+            update()
+        else:
+            results.batch = results.batch_size = None  # as Lightning does: the batch is not kept alive
+
+    connector.on_batch_end = on_batch_end  # type: ignore[union-attr]
 
 
 class LeanModule(L.LightningModule):
@@ -50,21 +73,21 @@ class LeanModule(L.LightningModule):
         skip_empty_hooks(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Lightning asks for the signature of training_step at every step; inspect takes a stored one as it is.
+        # Lightning asks for the signature of training_step at every step; inspect takes a stored one as it is: −22.
         super().__init_subclass__(**kwargs)
         step = cls.__dict__.get("training_step")
         if inspect.isfunction(step):
             step.__signature__ = inspect.signature(step)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The Trainer sets this string some forty times a step; nn.Module would search parameters and buffers for it.
+        # The Trainer sets this string some forty times a step; nn.Module would look for parameters of that name: −66.
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        # What zero_grad(set_to_none=True) does, without its profiler range; an optimizer's own zero_grad is used.
+        # What zero_grad(set_to_none=True) does, without its profiler range; an optimizer's own is used: −42.
         if type(optimizer).zero_grad is not Optimizer.zero_grad:
             optimizer.zero_grad()
             return
@@ -78,13 +101,13 @@ class LeanModule(L.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        # Without a value there is nothing to clip.
+        # Without a value there is nothing to clip: −7.
         if gradient_clip_val:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _call_batch_hook(self, hook_name: str, *args: Any) -> Any:
         # Three hooks prepare a batch; where neither module nor data has one of its own and the batch is on its device,
-        # as the stream's are, they do nothing. Private: should Lightning rename it, only the saving is lost.
+        # as the stream's are, they do nothing: −39. Private: should Lightning rename it, only the saving is lost.
         data = getattr(self._trainer, "datamodule", None)
         own = getattr(type(self), hook_name) is not getattr(L.LightningModule, hook_name)
         if own or (

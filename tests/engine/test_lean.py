@@ -10,7 +10,7 @@ from torch import nn
 from project.data.datamodule import StreamDataModule
 from project.data.sources import SyntheticSource
 from project.engine.checkpoint import Checkpoints
-from project.engine.lean import LeanModule, NoProfiler, skip_empty_hooks
+from project.engine.lean import LeanModule, NoProfiler, skip_empty_hooks, skip_empty_logs
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.report import Report
 from project.engine.resume import Resume
@@ -74,7 +74,7 @@ def data():
     return StreamDataModule(SyntheticSource(rows=640, features=3), batch_size=8, split=(0.9, 0.1, 0.0))
 
 
-def fit(folder, module, callbacks, profiler, **settings):
+def fit(folder, module, callbacks, profiler, lean=False, **settings):
     t = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -86,8 +86,11 @@ def fit(folder, module, callbacks, profiler, **settings):
         num_sanity_val_steps=0,
         **{"max_epochs": 2, "log_every_n_steps": 10, "enable_checkpointing": False, **settings},
     )
+    if lean:
+        skip_empty_logs(t)
     L.seed_everything(0)
     t.fit(module, data())
+    assert ("mine_epoch" in t.callback_metrics) == getattr(module, "talkative", isinstance(module, Talkative))
     return [p.detach().clone() for p in module.net.parameters()]
 
 
@@ -129,7 +132,7 @@ def test_the_weights_are_those_of_the_plain_trainer(tmp_path, case, talkative):
     for callback in callbacks:
         skip_empty_hooks(callback)
     settings |= {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    got = fit(tmp_path / "lean", lean, callbacks, profiler or NoProfiler(), **settings)
+    got = fit(tmp_path / "lean", lean, callbacks, profiler or NoProfiler(), lean=True, **settings)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert {hooks.calls.count(name) for name in ("start", "before", "after", "end")} == {hooks.calls.count("end")}
     assert hooks.calls.count("step") == hooks.calls.count("zero") > 0
