@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from project.data.datamodule import StreamDataModule
 from project.devices import check_devices, device_words, follow_launcher, is_rank_zero
 from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
-from project.engine.lean import NoProfiler, skip_empty_hooks, skip_empty_logs
+from project.engine.lean import NoProfiler, spare
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.nonfinite import NonFinite
 from project.engine.predictions import PredictionWriter
@@ -153,9 +153,7 @@ class CLI(LightningCLI):
             if self.run is not None:
                 self.run.discard()
             raise UsageError("The Trainer refuses these settings: " + " ".join(str(e).split())[:500]) from e
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            skip_empty_hooks(callback)
-        skip_empty_logs(trainer)
+        spare(trainer)
         if type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer

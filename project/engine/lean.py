@@ -65,6 +65,13 @@ def skip_empty_logs(trainer: L.Trainer) -> None:
     connector.on_batch_end = on_batch_end  # type: ignore[union-attr]
 
 
+def spare(trainer: L.Trainer) -> None:
+    """Both of these for a Trainer and its callbacks, before it runs."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        skip_empty_hooks(callback)
+    skip_empty_logs(trainer)
+
+
 class LeanModule(L.LightningModule):
     """A LightningModule with a short way through what the Trainer does many times a step."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from project.data.datamodule import StreamDataModule
 from project.data.sources import SyntheticSource
 from project.engine.checkpoint import Checkpoints
-from project.engine.lean import LeanModule, NoProfiler, skip_empty_hooks, skip_empty_logs
+from project.engine.lean import LeanModule, NoProfiler, skip_empty_hooks, spare
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.report import Report
 from project.engine.resume import Resume
@@ -87,7 +87,7 @@ def fit(folder, module, callbacks, profiler, lean=False, **settings):
         **{"max_epochs": 2, "log_every_n_steps": 10, "enable_checkpointing": False, **settings},
     )
     if lean:
-        skip_empty_logs(t)
+        spare(t)
     L.seed_everything(0)
     t.fit(module, data())
     assert ("mine_epoch" in t.callback_metrics) == getattr(module, "talkative", isinstance(module, Talkative))
@@ -129,8 +129,6 @@ def test_the_weights_are_those_of_the_plain_trainer(tmp_path, case, talkative):
     lean.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     (tmp_path / "lean").mkdir()
     callbacks = [Report(False), Resume(), Checkpoints(), LearningRateMonitor(), hooks := Hooks()]
-    for callback in callbacks:
-        skip_empty_hooks(callback)
     settings |= {"enable_checkpointing": True, "default_root_dir": tmp_path}
     got = fit(tmp_path / "lean", lean, callbacks, profiler or NoProfiler(), lean=True, **settings)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

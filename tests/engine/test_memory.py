@@ -15,7 +15,7 @@ from torch import nn
 from project.data.datamodule import StreamDataModule
 from project.data.sources import SyntheticSource
 from project.engine.checkpoint import Checkpoints
-from project.engine.lean import NoProfiler, skip_empty_hooks
+from project.engine.lean import NoProfiler, spare
 from project.engine.memory import MB, Memory, resident
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.nonfinite import NonFinite
@@ -43,8 +43,6 @@ def train(folder, steps, rows, logger):
     """One epoch of ``steps`` steps with everything on; returns the readings."""
     readings = Readings(steps)
     callbacks = [Report(False), Resume(), NonFinite(), readings, Checkpoints(every_n_train_steps=steps[-1] // 2)]
-    for callback in callbacks:
-        skip_empty_hooks(callback)
     t = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -58,6 +56,7 @@ def train(folder, steps, rows, logger):
         profiler=NoProfiler(),
         default_root_dir=folder,
     )
+    spare(t)
     module = Module(nn.Linear(10, 1), metrics={"r2": torchmetrics.R2Score(), "mse": torchmetrics.MeanSquaredError()})
     data = StreamDataModule(SyntheticSource(rows=rows), batch_size=8, chunk_size=1024, split=(0.999, 0.001, 0.0))
     t.fit(module, data)

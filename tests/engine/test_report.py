@@ -23,13 +23,18 @@ def train(tmp_path, report, module=None, callbacks=(), data=None, rows=500, **tr
     L.seed_everything(0)
     settings = {"batch_size": 8, "split": (0.8, 0.2, 0.0), **(data or {})}
     t = L.Trainer(
-        accelerator="cpu",
         devices=1,
         logger=MetricsCSV(tmp_path),
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[report, *callbacks],
-        **{"max_epochs": 2, "log_every_n_steps": 10, "enable_checkpointing": False, **trainer},
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "log_every_n_steps": 10,
+            "enable_checkpointing": False,
+            **trainer,
+        },
     )
     module = module or Module(nn.Linear(3, 1), metrics={"r2": torchmetrics.R2Score()})
     t.fit(module, StreamDataModule(SyntheticSource(rows=rows, features=3), **settings))
@@ -104,8 +109,12 @@ def test_a_step_that_returns_a_bare_loss_or_nothing_is_reported_as_far_as_it_goe
     assert {float(r["lr"]) for r in rows if r["lr"]} == {0.01}
 
 
-def test_every_row_has_the_rate_of_learning_and_speed(tmp_path):
+def test_every_row_has_the_rate_of_learning_speed_and_memory(tmp_path):
     _, rows = train(tmp_path, Report(False))
+    for row in rows:
+        if row["rows_per_s"]:
+            assert float(row["rows_per_s"]) == pytest.approx(8 * float(row["steps_per_s"]))
+            assert float(row["memory_mb"]) > 50
     assert [int(r["step"]) for r in rows if r["rows_per_s"]] == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
     assert {float(r["lr"]) for r in rows if r["lr"]} == {0.01}
 
@@ -148,6 +157,21 @@ def test_a_resumed_report_knows_the_steps_before_the_stop(tmp_path):
             [r for r in whole if r[name]], [r for r in rows if r[name] and int(r["step"]) > 7], strict=True
         ):
             assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-6), (name, a["step"])
+
+
+@pytest.mark.gpu
+def test_no_step_between_two_reports_waits_for_the_device(tmp_path):
+    class Strict(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            # the first step of a window may allocate, the last one reports
+            torch.cuda.set_sync_debug_mode("error" if 0 < batch_idx % 10 < 9 else "default")
+
+    try:
+        t, rows = train(tmp_path, Report(False), callbacks=[Strict()], max_epochs=1, accelerator="cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert t.global_step == 50
+    assert float(rows[-1]["memory_reserved_mb"]) > 0
 
 
 class Stdout(io.StringIO):
