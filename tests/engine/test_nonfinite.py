@@ -178,7 +178,8 @@ class OnDevice(NonFinite):
 
     def on_train_start(self, trainer, pl_module):
         super().on_train_start(trainer, pl_module)
-        self._at_once = False
+        self._at_once = self._on_cpu = False
+        del self.__dict__["on_train_batch_end"]
 
 
 @pytest.mark.parametrize("every", [4, 100])

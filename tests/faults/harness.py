@@ -81,6 +81,8 @@ class Job:
         if not pid:
             os.setsid()
             _become(self.folder, self.argv, env, self.screen_path)
+        while os.getsid(pid) != pid:  # by its session the job is known
+            time.sleep(0.001)
         return pid
 
     # ---- while it runs
