@@ -40,13 +40,18 @@ KNOWN_ELSEWHERE = {
 
 def check_config_file(path: str, sections: set[str]) -> None:
     """Refuse a config file that is missing, not YAML, or not in sections, before anything else reads it."""
+    text = ""
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        content = yaml.safe_load(text)
     except OSError as e:
         near = difflib.get_close_matches(path, [str(p) for p in Path(path).parent.glob("*.y*ml")], 1, 0.5)
         raise UsageError(f"--config {path}: {e.strerror}" + (f"; did you mean {near[0]}?" if near else ".")) from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UsageError(f"--config {path}: not a YAML file.\n" + "\n".join(str(e).splitlines()[:3])) from None
+        mark = getattr(e, "problem_mark", None)  # where it went wrong; the text begins with where it had begun
+        where = f", line {mark.line + 1}, column {mark.column + 1}: {getattr(e, 'problem', '')}" if mark else f": {e}"
+        line = "\n  " + text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+        raise UsageError(f"--config {path}: not a YAML file{where}{line}") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UsageError(f"--config {path}: expected sections such as trainer:, model:, data:; found {found}.")
@@ -75,9 +80,13 @@ def explain(message: str, parser: "Parser") -> str:
         return f"--{short(flag[1][2:])}: expected a value after it."
     if missing := re.search(r"arguments are required: ([\w., ]+)", text):
         lacking = [name.strip() for name in missing[1].split(",")]
-        place = next(
-            (k for k in typed if k.startswith(tuple(parents)) and _lacks(k, lacking, typed)), "".join(parents[:1])
+        owner = re.findall(r"Problem with given class_path '([\w.]+)'", text)[-1:]
+        of_class = (k for k, s in typed.items() if s.value in owner or _lacks(k, lacking, typed))
+        place = next((k for k in of_class if k.startswith(tuple(parents))), "".join(parents[:1])).removesuffix(
+            ".class_path"
         )
+        if place in typed and typed[place].file:
+            return f"{_place(place, typed, True)}: also needs init_args: {{{', '.join(f'{n}: …' for n in lacking)}}}"
         return f"{_place(place, typed, True)}: also needs " + ", ".join(f"--{short(place)}.{name}" for name in lacking)
     if not parents:
         return "\n".join([line for line in text.splitlines() if line.strip()][:5])
@@ -148,10 +157,12 @@ def _did_you_mean(key: str, typed: dict[str, Setting], names: set[str]) -> str:
     known: dict[str, str] = {}
     if not parent:
         known, siblings = KNOWN_ELSEWHERE, {n: f"trainer.{n}" for n in TRAINER} | siblings
-    for candidates, alike in ((known, 0.85), (siblings, 0.75), (elsewhere, 0.7), (siblings, 0.4)):
+    for candidates, alike in ((known, 0.85), (siblings, 0.75), (elsewhere, 0.8), (siblings, 0.6)):
         for near in difflib.get_close_matches(leaf, candidates, 1, alike):
             in_file = key in typed and typed[key].file
             return f"; did you mean {candidates[near] if in_file else '--' + short(candidates[near])}?"
+    if own := sorted(siblings.keys() - {"class_path", "params"}):
+        return f"; {parent} has {', '.join(own[:12])}{', …' if own[12:] else ''}."
     return "; see --help."
 
 

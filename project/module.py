@@ -167,27 +167,3 @@ class Module(LeanModule):
         if stream is not None and stream.weight != 1.0:
             loss = loss * stream.weight
         super().backward(loss, *args, **kwargs)
-
-    def check_input(self, x: Tensor) -> None:
-        """Refuse data that the net cannot take, before training starts.
-
-        Raises:
-            ValueError: With the shape of a row and what the net said of it.
-        """
-        parameters = [*self.net.parameters()]
-        if any(p.is_meta for p in parameters):
-            return
-        training = self.net.training
-        try:
-            with torch.no_grad():
-                self.net.eval()(x.to(parameters[0].device, parameters[0].dtype) if parameters else x)
-        except RuntimeError as e:
-            wants = [m.in_features for m in self.net.modules() if isinstance(m, nn.Linear)][:1]
-            raise ValueError(
-                f"The data has {x.shape[-1]} input columns, but {type(self.net).__name__} refuses a row of shape "
-                f"{list(x.shape)}: {str(e).splitlines()[0]}.\n"
-                + (f"Its first layer takes {wants[0]}. " if wants else "")
-                + "Choose the columns with --data.source, or a net of that size with --model.net."
-            ) from None
-        finally:
-            self.net.train(training)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+import torchmetrics
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
@@ -88,9 +89,54 @@ def check_objects(command: str, model: L.LightningModule, data: L.LightningDataM
         data.trainer = trainer
         data.prepare_data()
         data.check(command)
-        if isinstance(model, Module):
+        if isinstance(model, Module) and not any(p.is_meta for p in model.parameters()):
             source, _ = data.part("predict" if command == "predict" else "train")
-            model.check_input(source.read(torch.zeros(1, dtype=torch.int64))[0])
+            check_step(model, source.read(torch.arange(min(8, len(source)))), command)
+
+
+def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> None:
+    """Try a few rows before training starts: they must suit the net, and its predictions the loss and the metrics.
+
+    Raises:
+        ValueError: With what was tried, and what was said of it.
+    """
+    x, net, parameters = batch[0], type(model.net).__name__, [*model.net.parameters()]
+    training = model.training
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # a net may draw, and must draw the same without this
+        try:
+            if parameters:
+                x = x.to(parameters[0].device, parameters[0].dtype)
+            pred = model.net.eval()(x)
+        except RuntimeError as e:
+            wants = [m.in_features for m in model.net.modules() if isinstance(m, torch.nn.Linear)][:1]
+            raise ValueError(
+                f"The data has {x.shape[-1]} input columns, but {net} refuses rows of shape {list(x.shape)}: "
+                f"{str(e).splitlines()[0]}.\n"
+                + (f"Its first layer takes {wants[0]}. " if wants else "")
+                + "Choose the columns with --data.source, or a net of that size with --model.net."
+            ) from None
+        finally:
+            model.train(training)
+        own = all(getattr(type(model), f) is not getattr(Module, f) for f in ("training_step", "validation_step"))
+        if command == "predict" or own or len(batch) < 2 or not isinstance(pred, torch.Tensor):
+            return
+        loss, y = type(model.loss).__name__, batch[1].to(pred.device)
+        if isinstance(model.loss, torch.nn.CrossEntropyLoss) and pred.ndim > 1 and pred.shape[1] == 1:
+            raise ValueError(
+                f"--model.loss CrossEntropyLoss: {net} has one output, and of one class the loss is always 0.\n"
+                "Use --model.loss torch.nn.BCEWithLogitsLoss, or a net with an output for each class."
+            )
+        shapes = f"{list(pred.shape)} from {pred.min():.3g} to {pred.max():.3g} and targets {list(y.shape)} ({y.dtype})"
+        tried = "--model.loss " + loss
+        try:
+            value = model.compute_loss(pred, y)
+            tried = "--model.metrics"
+            model.measure("val", pred, y, value)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as e:
+            raise ValueError(f"{tried}: refuses predictions {shapes}: {' '.join(str(e).split())[:300]}") from None
+        finally:
+            for metric in (m for m in model.modules() if isinstance(m, torchmetrics.Metric)):
+                metric.reset()
 
 
 def net_size(config: Any, typed: bool, data: L.LightningDataModule) -> int | None:

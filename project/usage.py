@@ -136,12 +136,14 @@ def parameters(cls: type) -> list[tuple[str, Any, str]]:
     """Name, default and documentation of what a class is made from, following ``**kwargs`` to its parents."""
     out: dict[str, tuple[Any, str]] = {}
     for base in inspect.getmro(cls):
-        if "__init__" not in vars(base):
+        make = vars(base).get("__init__") or vars(base).get("__new__")  # torchmetrics.Accuracy has the latter alone
+        if make is None:
             continue
-        doc = f"{inspect.getdoc(base)}\n\n{inspect.getdoc(vars(base)['__init__'])}"
-        found = inspect.signature(vars(base)["__init__"]).parameters
+        make = getattr(make, "__func__", make)
+        doc = f"{inspect.getdoc(base)}\n\n{inspect.getdoc(make)}"
+        found = inspect.signature(make).parameters
         for name, p in found.items():
-            if name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+            if name not in ("self", "cls") and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
                 text = re.search(rf"^ +{name}{HEAD}(.*?)(?=\n\s*\n|\n +\w+{HEAD}|\n\w|\Z)", doc, re.M | re.S)
                 out.setdefault(name, (p.default, text[1] if text else ""))
         if not any(p.kind == p.VAR_KEYWORD for p in found.values()):

@@ -159,6 +159,10 @@ def test_every_spelling_of_yes_and_no(here, capsys, spelling, value):
         ("--optimizer Adamm", "--optimizer Adamm: no such class; did you mean Adam?"),
         ("--callbacks EarlyStoping", "--callbacks EarlyStoping: no such class; did you mean EarlyStopping?"),
         ("--model.net needs.Needs", "--model.net needs.Needs: also needs --model.net.hidden"),
+        (
+            "--model.metrics.a torchmetrics.Accuracy",
+            "--model.metrics.a torchmetrics.Accuracy: also needs --model.metrics.a.task",
+        ),
         ("--lr_scheduler StepLR", "--lr_scheduler StepLR: also needs --lr_scheduler.step_size"),
         ("--logger TensorBoardLogger", "also needs --logger.save_dir"),
         ("--model.net slip.X", "invalid syntax (slip.py, line 1)"),
@@ -172,6 +176,20 @@ def test_a_wrong_class(refused, here, line, expected):
     assert expected in refused(*line.split())
 
 
+def test_a_class_in_a_file_that_lacks_a_setting(in_file):
+    text = "model: {metrics: {a: torchmetrics.Accuracy}}"
+    assert "model.metrics.a: torchmetrics.Accuracy in mine.yaml: also needs init_args: {task: …}" in in_file(text)
+
+
+def test_a_setting_of_another_class_names_those_of_the_chosen_one(refused):
+    assert "--model.net.hidden: no such setting; model.net has in_features, out_features." in refused(
+        "--model.net.hidden", "3"
+    )
+    assert "--optimizer.momentum: no such setting; optimizer has amsgrad, betas," in refused(
+        "--optimizer", "Adam", "--optimizer.momentum", "0.9"
+    )
+
+
 def test_a_wrong_class_in_a_file(in_file):
     text = "optimizer: {class_path: torch.optim.SDG, init_args: {lr: 0.1}}"
     assert "optimizer.class_path: torch.optim.SDG in mine.yaml" in (err := in_file(text))
@@ -183,7 +201,8 @@ def test_a_wrong_class_in_a_file(in_file):
     [
         ("", "found nothing"),
         ("- 3", "found a list"),
-        ("a: [", "not a YAML file"),
+        ("a: [", "not a YAML file, line 1, column 5"),
+        ("trainer:\n  max_epochs: 3\n max_steps: 3\n", "not a YAML file, line 3, column 2: expected"),
         ("trainer:", "trainer in mine.yaml: expected settings by name under it; found nothing"),
         ("trainer: 3", "found 3"),
     ],

@@ -1,5 +1,6 @@
 """The module: scores of whole sets at any batch size and number of ranks, precisions, subclasses, safe checkpoints."""
 
+import copy
 import functools
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from project.data.sources import Source, SyntheticSource
 from project.models import Generate, LinearModel
 from project.module import Module
 from project.scores import match
+from project.settings import check_step
 from tests.numbered import COLUMNS, Numbered, fit, trainer_of, weights
 from tests.ranks import on_ranks
 
@@ -356,9 +358,34 @@ def test_a_schedule_moves_once_an_optimizer_step(accumulate: int) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 / (1 + 12 // accumulate))
 
 
-def test_a_net_that_cannot_take_the_data_is_refused_before_training() -> None:
-    with pytest.raises(ValueError, match=r"7 input columns.*LinearModel.*\n.*takes 5"):
-        Module(LinearModel(5, 1)).check_input(torch.zeros(1, 7))
+FEW = (torch.randn(8, 5), torch.randn(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "says"),
+    [
+        (Module(LinearModel(5, 1)), (torch.zeros(1, 7),), r"7 input columns.*LinearModel.*\n.*takes 5"),
+        (Module(LinearModel(5, 1), nn.BCELoss()), FEW, r"--model.loss BCELoss: .*\[8, 1\] from -.* between 0 and 1"),
+        (Module(LinearModel(5, 1), nn.CrossEntropyLoss()), FEW, "one output.*always 0.\n.*BCEWithLogitsLoss"),
+        (Module(LinearModel(5, 2)), FEW, r"--model.loss MSELoss.*\[8, 2\].*\[8, 1\]"),
+        (Module(LinearModel(5, 1), metrics={"acc": BinaryAccuracy()}), FEW, "--model.metrics: .*expected only"),
+    ],
+    ids=["columns", "loss", "one class", "shapes", "metric"],
+)
+def test_what_cannot_work_together_is_refused_before_training(module, batch, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_step(module, batch, "fit")
+
+
+def test_trying_a_few_rows_first_leaves_no_trace() -> None:
+    module = Module(nn.Sequential(nn.Linear(5, 1), nn.Dropout()), metrics={"r2": torchmetrics.R2Score()})
+    before, drawn = copy.deepcopy(module.state_dict()), torch.random.get_rng_state()
+    check_step(module, FEW, "fit")
+    assert module.training
+    assert module.net[1].training
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.results("val") == {}
 
 
 def a_million(devices: int) -> tuple[float, float]:
