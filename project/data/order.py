@@ -14,6 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from project.data.normals import splitmix64
+
 _MASK = (1 << 64) - 1
 _SMALL = 4096  # up to here a permutation is sorted out in full; above, it is computed and needs no memory
 _BLOCK = 1 << 14  # numbers worked on at a time: within the processor's cache
@@ -21,13 +23,10 @@ _MIXED_ROWS = 1 << 18  # rows of a mixture: small enough to hold, large enough t
 
 
 def key(*parts: int) -> int:
-    """One unsigned 64-bit key from several numbers (splitmix64 finaliser, folded over the parts)."""
+    """One unsigned 64-bit key from several numbers (splitmix64, folded over the parts)."""
     h = 0
     for part in parts:
-        h = ((h ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
-        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK
-        h ^= h >> 31
+        h = splitmix64(h ^ (part & _MASK))
     return h
 
 

@@ -23,9 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from project.data.normals import ALIGN, CPU_BLOCK, CPU_ROWS, DEVICE_BLOCK, GOLDEN, Normals, signed, splitmix64
+
 log = logging.getLogger("project")
 Array = np.ndarray[Any, Any]
 Kind = Literal["linear", "binary"]
+SORTED_BYTES = 16 << 30  # larger arrays may not fit in memory: rows in order spare the disk, and cost less than it does
 
 
 class Source(ABC):
@@ -43,56 +46,6 @@ def check_rows(rows: Tensor, length: int) -> None:
     """IndexError if a row lies outside 0 … length−1. Not checked on an accelerator: that would wait for it."""
     if rows.device.type == "cpu" and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < length:
         raise IndexError(f"rows {rows.min()} to {rows.max()} were asked of a source of {length} rows")
-
-
-GOLDEN, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the constants of splitmix64
-ALIGN = 64  # blocks hold a multiple of this many rows: whole vector registers, so no row meets a scalar tail's rounding
-CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 22  # pairs a block: within the processor's cache; few launches elsewhere
-CPU_ROWS = 32_704  # rows a block: below the length at which torch cuts a vector between threads, at any place
-SORTED_BYTES = 16 << 30  # larger arrays may not fit in memory: rows in order spare the disk, and cost less than it does
-
-
-def signed(value: int) -> int:
-    """The 64 low bits of an integer as torch.int64 holds them."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def splitmix64(value: int) -> int:
-    """One step of the splitmix64 generator from state `value`; `Normals` does the same to tensors."""
-    z = (value + GOLDEN) % (1 << 64)
-    for shift, factor in ((30, MIX_A), (27, MIX_B), (31, 1)):
-        z = (z ^ (z >> shift)) * factor % (1 << 64)
-    return z
-
-
-class Normals:
-    """Turns counters into normals within buffers that are made once: fresh memory would cost page faults."""
-
-    def __init__(self, pairs: int, n: int, device: torch.device) -> None:
-        self.state, self.other = (torch.empty(pairs, n, dtype=torch.int64, device=device) for _ in range(2))
-        self.bits = torch.empty(pairs, n, dtype=torch.int32, device=device)
-        self.radius, self.out = torch.empty(pairs, n, device=device), torch.empty(2 * pairs, n, device=device)
-
-    def draw(self, base: Tensor, steps: Tensor) -> Tensor:
-        """int64 [n] and [pairs, 1] → float32 [2 · pairs, n]: two standard normals of each splitmix64(base + step).
-
-        int64 wraps as uint64 does, but its shifts copy the sign: masked, or read where they leave no trace. The upper
-        31 bits make the radius (tails to 6.6), the lower 32 the angle; by int32 and float32, which all devices have.
-        """
-        z, t, bits, radius = self.state, self.other, self.bits, self.radius
-        torch.add(base, steps, out=z)
-        for shift, factor in ((30, MIX_A), (27, MIX_B)):
-            torch.bitwise_right_shift(z, shift, out=t)
-            z.bitwise_xor_(t.bitwise_and_((1 << (64 - shift)) - 1)).mul_(signed(factor))
-        bits.copy_(torch.bitwise_right_shift(z, 33, out=t))
-        radius.copy_(bits.bitwise_and_((1 << 31) - 1))
-        radius.add_(0.5).mul_(2.0**-31).log2_().mul_(-2.0 * math.log(2.0)).sqrt_()  # faster than log
-        bits.copy_(z.bitwise_xor_(torch.bitwise_right_shift(z, 31, out=t)))
-        cos, sin = self.out.chunk(2)
-        sin.copy_(bits).mul_(math.pi * 2.0**-31)
-        torch.cos(sin, out=cos).mul_(radius)
-        sin.sin_().mul_(radius)
-        return self.out
 
 
 class SyntheticSource(Source):
@@ -115,13 +68,17 @@ class SyntheticSource(Source):
             raise ValueError(f"--data.source.kind is {kind!r}; it can be 'linear' or 'binary'")
         self.rows, self.in_features, self.kind, self.noise, self.seed = rows, features, kind, noise, seed
         self._key = splitmix64(seed)
+        self._work: Normals | None = None
         start = splitmix64(self._key ^ GOLDEN)  # another stream than the rows'
         states = torch.tensor([signed(start + GOLDEN * (i + 1)) for i in range(features + 1)])
-        *weight, self.bias = Normals(1, features + 1, states.device).draw(states, states[:1, None] * 0)[0].tolist()
+        *weight, self.bias = Normals(1, features + 1, states.device).draw(states, states[:1, None] * 0, 1)[0].tolist()
         self.weight = [w / math.sqrt(features) for w in weight]
 
     def __len__(self) -> int:
         return self.rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_work": None}
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(x [n, features], y [n, 1]), float32, on the device of `rows`."""
@@ -131,15 +88,20 @@ class SyntheticSource(Source):
         most = min(CPU_BLOCK // pairs, CPU_ROWS) if device.type == "cpu" else DEVICE_BLOCK // pairs
         blocks = max(-(-n // max(most // ALIGN * ALIGN, ALIGN)), 1)
         size = max(-(-n // (blocks * ALIGN)), 1) * ALIGN  # blocks of one size; the last is filled up
-        work, base = Normals(pairs, size, device), torch.zeros(size, dtype=torch.int64, device=device)
+        work = self._work
+        if work is None or device.type != "cpu" or len(work.base) < size:
+            work = Normals(pairs, size, device)
+            self._work = work if device.type == "cpu" else None  # an accelerator's allocator keeps freed memory itself
+        base = work.base[:size]
         steps = torch.arange(pairs, device=device).mul_(signed(GOLDEN))[:, None]
-        for first in range(0, n, size):
-            part = rows[first : first + size]
-            base[: len(part)] = part
-            base.mul_(signed(pairs * GOLDEN)).add_(signed(self._key + GOLDEN))
-            drawn = work.draw(base, steps)
-            x[first : first + size].t().copy_(drawn[: self.in_features, : len(part)])
-            y[first : first + size, 0] = self._target(drawn)[: len(part)]
+        with torch.inference_mode():  # operations cost less; x and y are made outside, so they are ordinary tensors
+            for first in range(0, n, size):
+                part = rows[first : first + size]
+                torch.mul(part, signed(pairs * GOLDEN), out=base[: len(part)]).add_(signed(self._key + GOLDEN))
+                drawn = work.draw(base, steps, self.in_features + 1)
+                columns, to = drawn[: self.in_features, : len(part)], x[first : first + size].t()
+                np.copyto(to.numpy(), columns.numpy()) if device.type == "cpu" else to.copy_(columns)  # twice as fast
+                y[first : first + size, 0] = self._target(drawn)[: len(part)]
         return x, y
 
     def _target(self, drawn: Tensor) -> Tensor:

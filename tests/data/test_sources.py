@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from project.data import sources
-from project.data.sources import ArraySource, SyntheticSource, signed, splitmix64
+from project.data.normals import GOLDEN, signed, splitmix64
+from project.data.sources import ArraySource, SyntheticSource
 
 N = 100_000
 
@@ -50,7 +50,7 @@ def test_the_hash_is_splitmix64() -> None:
     source = SyntheticSource(10, 2, seed=7)
     key, pairs = splitmix64(7), 2
     for row in range(10):
-        bits = splitmix64((key + (row * pairs + 0) * sources.GOLDEN) % 2**64)
+        bits = splitmix64((key + (row * pairs + 0) * GOLDEN) % 2**64)
         radius = np.sqrt(-2 * np.log(((bits >> 33) + 0.5) / 2**31))
         angle = np.pi * signed((bits & 0xFFFFFFFF) << 32) / 2**63
         assert source.read(torch.tensor([row]))[0][0, 0].item() == pytest.approx(radius * np.cos(angle), abs=2e-6)
