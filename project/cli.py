@@ -33,7 +33,7 @@ from project.resuming import (
 from project.run import Run, environment, loggers, output_file
 from project.settings import IN_FEATURES, ONCE, add_flags, check_objects, check_settings, net_size
 from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
-from project.usage import Failed, Parser, UsageError, arguments, given
+from project.usage import Failed, Parser, UsageError, arguments, settings_typed
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
 
@@ -43,7 +43,7 @@ class CLI(LightningCLI):
 
     def __init__(self, argv: list[str]) -> None:
         self.command, self.files, self.flags = arguments(argv)
-        self.resumed = folder_to_resume(self.command, given([], self.flags))
+        self.resumed = folder_to_resume(self.command, settings_typed([], self.flags))
         self.saved_config = str(self.resumed / "config.yaml") if self.resumed else ""
         self.files = [f for f in (self.saved_config, *self.files) if f]
         self.complete = False
@@ -76,15 +76,11 @@ class CLI(LightningCLI):
         for file in files:
             check_config_file(file, sections)
         self.config = parser.parse_command(files, self.flags)
-        self.given = parser.typed
 
     def typed(self, name: str) -> bool:
         """Whether a setting, or one of its parts, comes from a flag or a config file rather than from a default."""
-        untyped = (
-            DEFAULT_CONFIG,
-            self.saved_config or DEFAULT_CONFIG,
-        )  # ranks with its checkpoint
-        return any(f"{k}.".startswith(f"{name}.") and s.file not in untyped for k, s in self.given.items())
+        untyped = (DEFAULT_CONFIG, self.saved_config or DEFAULT_CONFIG)  # the latter ranks with its checkpoint
+        return any(f"{k}.".startswith(f"{name}.") and s.file not in untyped for k, s in self.parser.typed.items())
 
     def _net_size(self, data: L.LightningDataModule) -> Any:
         return net_size(self.config, self.typed("model.net.in_features"), data)

@@ -48,7 +48,7 @@ def say_start(
 ) -> None:
     """The lines at the start: device, model, batch, rows, checkpoints, run folder."""
     net = getattr(model, "net", model)
-    parameters = sum(p.numel() for p in net.parameters())
+    parameters = sum(p.numel() for p in model.parameters())  # of a subclass, too, that holds more than the net
     print(f"device      {devices}")
     print(f"model       {type(net).__name__}, {parameters:,} parameters")
     if not isinstance(data, StreamDataModule):

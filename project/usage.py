@@ -81,7 +81,7 @@ class Setting(NamedTuple):
     file: str
 
 
-def given(files: Iterable[str], flags: list[str]) -> dict[str, Setting]:
+def settings_typed(files: Iterable[str], flags: list[str]) -> dict[str, Setting]:
     """All that was typed, by key (``init_args`` left out); the one that counts, if a key was typed twice."""
     entries = [e for file in files for e in _flat(yaml.safe_load(Path(file).read_text()), "", file)]
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
@@ -163,16 +163,16 @@ class Parser(LightningArgumentParser):
 
     def parse_command(self, files: list[str], flags: list[str]) -> Any:
         """The settings; a flag wins over every file, a later file over an earlier one."""
-        self.typed = given(files, flags)
+        self.typed = settings_typed(files, flags)
         for flag in flags:
             if flag == "--help_trainer":
-                self._show("Trainer", _class_help("", Trainer))
+                self._show("Trainer", self._class_help("trainer", Trainer))
             if match := re.fullmatch(r"--([\w.]+)\.help(=.*)?", flag):
                 key, value = match[1], self.typed[f"{match[1]}.help"].value
                 cls = find_class(value) if value and not value.startswith("--") else class_at(key, self.typed)
                 if cls is None:
                     raise UsageError(f"--{key}.help {value}: no such class.")
-                self._show(f"{cls.__module__}.{cls.__name__}", _class_help(key, cls))
+                self._show(f"{cls.__module__}.{cls.__name__}", self._class_help(key, cls))
         return self.parse_args([part for file in files for part in ("--config", file)] + flags)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
@@ -206,13 +206,20 @@ class Parser(LightningArgumentParser):
             cls = find_class(DEFAULT_CLASSES[key])
             assert cls is not None
             yield f"\n{key}: {cls.__name__}, or another class of {key} given as --{key} CLASS"
-            yield from _class_help(key, cls)
+            yield from self._class_help(key, cls)
 
-
-def _class_help(key: str, cls: type) -> Iterator[str]:
-    for name, default, text in parameters(cls):
-        if (key, name) not in (("optimizer", "params"), ("lr_scheduler", "optimizer")):  # given by the module
-            yield from _entry(f"--{short(f'{key}.{name}'.lstrip('.'))}", text, default)
+    def _class_help(self, key: str, cls: type) -> Iterator[str]:
+        ours = self.get_defaults().get("trainer", {}) if key == "trainer" else {}
+        for name, default, text in parameters(cls):
+            if (key, name) not in (("optimizer", "params"), ("lr_scheduler", "optimizer")):  # given by the module
+                here = f"{key}.{name}"
+                typed = self.typed.get(f"{here}.class_path", self.typed.get(here, Setting(None, "")))
+                if typed.file:  # of the config that would run
+                    value = ", ".join(typed.value) if isinstance(typed.value, dict) else typed.value
+                    default = f"{str(value).rpartition('.')[2] if isinstance(value, str) else value}, in {Path(typed.file).name}"
+                elif name in ("devices", "max_epochs"):
+                    default = ours.get(name, default)
+                yield from _entry(f"--{short(here)}", text, default)
 
 
 def short(key: str) -> str:

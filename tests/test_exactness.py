@@ -61,7 +61,11 @@ def together(ranks: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "optimizer", "drop_last"),
-    [("synthetic", "SGD", True), ("npy", "Adam", True), ("parquet", "Adam", False)],
+    [
+        pytest.param("synthetic", "SGD", True, marks=pytest.mark.slow),
+        ("npy", "Adam", True),
+        ("parquet", "Adam", False),
+    ],
 )
 def test_same_effective_batch_same_model(
     kind: str, optimizer: str, drop_last: bool, devices: int, tmp_path: Path
@@ -117,8 +121,15 @@ def each_row_once(devices: int, kind: str, folder: Path) -> Any:
     return out
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["synthetic", "parquet"])
+@pytest.mark.parametrize(
+    ("devices", "kind"),
+    [
+        (1, "parquet"),
+        (2, "synthetic"),
+        (3, "parquet"),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((1, "synthetic"), (2, "parquet"), (3, "synthetic"))),
+    ],
+)
 def test_every_row_once_in_each_phase(devices: int, kind: str, tmp_path: Path) -> None:
     ranks = on_ranks(devices, each_row_once, devices, kind, tmp_path)
     for rows in (1, 5, 101):

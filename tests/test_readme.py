@@ -72,6 +72,8 @@ def test_two_processes_from_the_command_line(here):
     done = subprocess.run(arguments, cwd=here, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "64 effective = 16 rows x 2 devices x 2 accumulated" in done.stdout
+    assert done.stdout.count("run folder") == done.stdout.count("results") == 1  # of one voice
+    assert done.stderr == ""  # no warning about what was decided on purpose
 
 
 def test_two_gpus_are_used_or_refused_in_words(here, capsys):

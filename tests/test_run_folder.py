@@ -107,6 +107,7 @@ def test_loggers_of_the_users_leave_nothing_of_ours_out(run, small):
     assert sorted(p.name for p in done.folder.iterdir()) == ["checkpoints", "config.yaml", "environment.json"]
 
 
+@pytest.mark.slow  # test_readme.py starts two as well
 def test_two_processes_of_one_command(here, small):
     """Real ones, started by Lightning: one folder, one config, one voice."""
     command = [sys.executable, ROOT / "train.py", "--accelerator", "cpu", "--devices", "2", "--strategy", "ddp", *small]
