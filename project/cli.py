@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningCLI
 
 from project.data.datamodule import StreamDataModule
-from project.devices import check_devices, device_words, follow_launcher, is_rank_zero
+from project.devices import check_devices, check_strategy, device_words, follow_launcher, is_rank_zero, strategy
 from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
 from project.engine.lean import NoProfiler, spare
 from project.engine.metrics_csv import MetricsCSV
@@ -57,7 +57,7 @@ class CLI(LightningCLI):
             subclass_mode_data=True,
             save_config_callback=None,  # the run folder keeps the config
             seed_everything_default=0,
-            trainer_defaults={"devices": 1, "max_epochs": 10},
+            trainer_defaults={"devices": 1, "max_epochs": 10, "precision": "32-true"},
             parser_class=Parser,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,  # from a checkpoint come plain values only
@@ -97,6 +97,7 @@ class CLI(LightningCLI):
         self.replaced = settle_optimizer(self.config, self.typed, self.checkpoint)
         follow_launcher(self.config.trainer, self.typed("trainer.devices"))
         check_devices(self.config.trainer)
+        check_strategy(self.config.trainer)
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate(self.config)
@@ -118,6 +119,7 @@ class CLI(LightningCLI):
         config["callbacks"] = callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
         if every := self.config.val_every_n_steps:  # Lightning counts micro-batches
             config.update(val_check_interval=every * config["accumulate_grad_batches"], check_val_every_n_epoch=None)
+        config["strategy"] = strategy(config, self.model, self.datamodule)
         bare, dry = config["barebones"], config["barebones"] or config["fast_dev_run"]
         own_bar = any(isinstance(c, ProgressBar) for c in callbacks)
         self.report = Report(draw=config["enable_progress_bar"] is not False and not own_bar)

@@ -3,13 +3,20 @@
 import os
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 
+from project.data.datamodule import StreamDataModule
+from project.engine.sharding import Sharded
+from project.module import Module
 from project.usage import UsageError
+
+MODEL_PARALLEL = "model_parallel"
 
 
 def why_no_gpu() -> str:
@@ -32,16 +39,16 @@ def is_rank_zero() -> bool:
 
 def device_words(trainer: Any) -> str:
     """The devices in use by name, or why there is no GPU."""
-    device = trainer.strategy.root_device
+    device, precision = trainer.strategy.root_device, f"; precision {trainer.precision}"
     count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
     if device.type == "cuda":
         ids = getattr(trainer, "device_ids", [])
-        return f"{count}{torch.cuda.get_device_name(device)} (cuda {', '.join(map(str, ids))})"
+        return f"{count}{torch.cuda.get_device_name(device)} (cuda {', '.join(map(str, ids))}){precision}"
     if device.type != "cpu":
-        return f"{count}{device.type}"
+        return f"{count}{device.type}{precision}"
     processes = f"{trainer.world_size} processes, " if trainer.world_size > 1 else ""
     why = "as asked" if torch.cuda.is_available() else f"no GPU: {why_no_gpu()}"
-    return f"CPU ({processes}{torch.get_num_threads()} threads; {why})"
+    return f"CPU ({processes}{torch.get_num_threads()} threads; {why}){precision}"
 
 
 def check_devices(config: Any) -> None:
@@ -60,12 +67,7 @@ def check_devices(config: Any) -> None:
     Raises:
         UsageError: With what was asked, what was found, and what works here.
     """
-    accelerator, devices, strategy = config["accelerator"], config["devices"], str(config.get("strategy"))
-    if started := re.search(r"spawn|fork|notebook", strategy):
-        raise UsageError(
-            f"--strategy {strategy}: what its processes have done is lost to the command. "
-            f"What works: --strategy {strategy.replace(f'_{started[0]}', '')}"
-        )
+    accelerator, devices = config["accelerator"], config["devices"]
     gpus, mps = torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.backends.mps.is_available()
     if {"gpu": not (gpus or mps), "cuda": not gpus, "mps": not mps}.get(accelerator, False):
         raise UsageError(
@@ -94,6 +96,85 @@ def check_devices(config: Any) -> None:
             f"--num_nodes {config['num_nodes']}: nothing here tells where the other machines are. "
             "Start the command on each of them with torchrun."
         )
+
+
+def check_strategy(config: Any) -> None:
+    """Refuse strategies, precisions and the like that this machine or the command cannot do, before data is read.
+
+    Raises:
+        UsageError: With the reason, and what works.
+    """
+    gpus, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    on_cpu = config["accelerator"] == "cpu" or (config["accelerator"] == "auto" and not (gpus or mps))
+    _check_name(config, on_cpu)
+    _check_precision(config, on_cpu, on_mps=not on_cpu and mps and not gpus)
+    if config["sync_batchnorm"] and on_cpu and (config["num_nodes"] > 1 or _count(config["devices"]) > 1):
+        raise UsageError("--sync_batchnorm true: torch's SyncBatchNorm runs on GPUs only. On the CPU, leave it out.")
+
+
+def _check_name(config: Any, on_cpu: bool) -> None:
+    """Refuse a strategy that would fail after data was read, or that hands nothing back to the command."""
+    name = str(getattr(config["strategy"], "class_path", config["strategy"]))
+    known = ("auto", MODEL_PARALLEL, *StrategyRegistry.available_strategies())
+    if started := re.search(r"_(spawn|fork|notebook)", name):
+        wrong = f"it is for Python and notebooks: its {started[1]} processes hand the command nothing back but weights"
+    elif "fsdp" in name.lower() and on_cpu:
+        wrong = "torch's FSDP runs on GPUs only; model_parallel (FSDP2) also shards on the CPU"
+    elif "deepspeed" in name.lower() and not find_spec("deepspeed"):
+        wrong = "it needs the package deepspeed (pip install deepspeed) and GPUs"
+    elif re.search(r"xla|tpu", name.lower()) and not find_spec("torch_xla"):
+        wrong = "it needs the package torch_xla and a TPU"
+    elif name == "dp":
+        wrong = "DataParallel is gone from Lightning; ddp gives each device a process of its own, and is faster"
+    elif isinstance(config["strategy"], str) and name not in known:
+        wrong = (
+            "invalid strategy name. Expected auto, ddp, model_parallel, fsdp, deepspeed, xla (a class: by class_path)"
+        )
+    else:
+        return
+    raise UsageError(f"--strategy {name}: {wrong}.\nWhat works here: --strategy ddp")
+
+
+def _check_precision(config: Any, on_cpu: bool, on_mps: bool) -> None:
+    """Refuse what the device cannot do, where Lightning would take another in silence; spell it out in the config."""
+    here = ["32-true", "bf16-mixed", "bf16-true"]
+    if "model_parallel" not in str(config["strategy"]).lower() and not on_mps:  # Apple's GPUs have no float64
+        here.append("64-true")
+    if not on_cpu:
+        here += ["16-mixed", "16-true"]
+    if not on_cpu and find_spec("transformer_engine"):
+        here += ["transformer-engine", "transformer-engine-float16"]
+    asked = str(config["precision"])
+    meant = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}.get(asked, asked)
+    if meant not in here:
+        raise UsageError(f"--precision {asked}: not supported here. Expected one of {', '.join(here)}.")
+    config["precision"] = None if config["plugins"] and meant == "32-true" else meant  # a plugin may bring its own
+
+
+def strategy(config: Any, model: Any, data: Any) -> Any:
+    """The strategy for the Trainer: a name that Lightning knows, or an object.
+
+    Raises:
+        UsageError: If the net cannot be sharded, or the data is read in another way than the strategy needs.
+    """
+    chosen = config["strategy"]
+    if chosen == MODEL_PARALLEL:
+        devices = config["devices"]
+        local = len(_numbers(devices)) or (_count(devices) if _count(devices) > 0 else torch.cuda.device_count()) or 1
+        chosen = Sharded(local * config["num_nodes"])
+    if not isinstance(chosen, ModelParallelStrategy):
+        return chosen
+    if isinstance(model, Module) and not callable(getattr(model.net, "shard", None)):
+        raise UsageError(
+            f"--strategy {MODEL_PARALLEL}: {type(model.net).__name__} has no method shard(mesh) to say how it is "
+            "sharded;\nproject/models/deep.py shows one. What works without: --strategy ddp"
+        )
+    if not isinstance(chosen, Sharded) and isinstance(data, StreamDataModule):
+        raise UsageError(
+            "--strategy ModelParallelStrategy: its processes may need the same rows, but the StreamDataModule gives "
+            f"each its own.\nWhat works: --strategy {MODEL_PARALLEL}, or data of your own with --data"
+        )
+    return chosen
 
 
 def _count(devices: Any) -> int:

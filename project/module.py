@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -135,6 +136,11 @@ class Module(LeanModule):
             monitor = getattr(scheduler, "monitor", "val/loss")
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_model(self) -> None:
+        """Under ``--strategy model_parallel``: let the net shard itself, once."""
+        if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.net.parameters()):
+            cast(Any, self.net).shard(self.device_mesh["data_parallel"])
 
     @property
     def _data(self) -> Any:

@@ -90,9 +90,9 @@ def trainer_of(devices: int = 1, **settings: Any) -> L.Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "strategy": "ddp" if devices > 1 else "auto",
     }
-    strategy = "ddp" if devices > 1 else "auto"
-    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**quiet, **settings})
+    return L.Trainer(accelerator="cpu", devices=devices, **{**quiet, **settings})
 
 
 def fit(

@@ -14,6 +14,8 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from project.engine.sharding import own_shard
+
 log = logging.getLogger("project")
 
 
@@ -175,7 +177,7 @@ class Checkpoints(Checkpoint):
         # buffers too: running statistics of a BatchNorm go wrong in the forward pass, before any update
         module = trainer.lightning_module
         weights = (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
-        fine = all(bool(torch.isfinite(t).all()) for t in weights)
+        fine = all(bool(torch.isfinite(own_shard(t)).all()) for t in weights)
         return trainer.strategy.reduce_boolean_decision(fine, all=True)
 
     def _rank(self, trainer: L.Trainer) -> tuple[str, list[str]]:

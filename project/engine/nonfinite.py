@@ -6,12 +6,15 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from project.data.datamodule import StreamDataModule
 from project.engine.checkpoint import Checkpoints
+from project.engine.sharding import own_shard
 from project.engine.watch import Stopped
 from project.usage import Failed
 
@@ -50,6 +53,7 @@ class NonFinite(Callback):
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._on_cpu = trainer.strategy.root_device.type == "cpu"
         self._at_once = self._on_cpu or self.mode == "skip"
+        self._sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
         self._parameters = [p for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]]
         if self._at_once:  # nothing is left for later
             self.__dict__["on_train_batch_end"] = None
@@ -63,13 +67,15 @@ class NonFinite(Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         gradients = [g for p in self._parameters if (g := p.grad) is not None]
-        if self._scaled or not gradients:  # the scaler of 16-bit training looks for itself, and expects some
+        if self._sharded:
+            gradients = [shard for g in gradients if (shard := own_shard(g)).numel()]
+        if self._scaled or not (gradients or self._sharded):  # the scaler of 16-bit training looks for itself
             return
         if not self._at_once:
             self._mask(trainer, gradients)
             return
         bad = _any_bad(gradients)
-        if self.mode == "skip" and trainer.world_size > 1:  # shards of a gradient may differ
+        if (self.mode == "skip" or self._sharded) and trainer.world_size > 1:  # shards of a gradient differ
             bad = trainer.strategy.reduce_boolean_decision(bad, all=False)
         if bad and self.mode == "stop":
             self._stop(trainer, pl_module, _step(trainer), self._bad_names(pl_module))
@@ -81,7 +87,11 @@ class NonFinite(Callback):
     # ---- on an accelerator
 
     def _mask(self, trainer: L.Trainer, gradients: list[Tensor]) -> None:
-        largest = torch.stack(torch._foreach_norm(gradients, float("inf"))).max()
+        zero = torch.zeros((), device=trainer.strategy.root_device)  # for a rank that holds no part of any gradient
+        largest = torch.stack([zero, *torch._foreach_norm(gradients, float("inf"))] if gradients else [zero]).max()
+        if self._sharded:  # what is bad in one shard is so for all; a maximum need not hand on a nan
+            largest = largest.nan_to_num(nan=float("inf"), posinf=float("inf"))
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
         bad = ~torch.isfinite(largest)
         for gradient in gradients:
             gradient.masked_fill_(bad, 0.0)
@@ -120,7 +130,7 @@ class NonFinite(Callback):
 
     def _bad_names(self, pl_module: L.LightningModule) -> str:
         named = [n for n, p in pl_module.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-        return f" of {named[0]}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
+        return (f" of {named[0]}" if named else "") + (f" and {len(named) - 1} more" if len(named) > 1 else "")
 
     def _stop(self, trainer: L.Trainer, pl_module: L.LightningModule, at: tuple[int, int, int], names: str) -> None:
         step, epoch, _ = at
@@ -153,7 +163,7 @@ class NonFinite(Callback):
         rows = windows.part.rows(windows.order.rows(epoch, torch.arange(low, high)))
         found = 0
         for piece in torch.split(rows.sort().values, PIECE):
-            for row, what in _suspects(data.part("train")[0], piece, pl_module):
+            for row, what in _suspects(data.part("train")[0], piece, None if self._sharded else pl_module):
                 found += 1
                 if found <= SHOWN:
                     yield f"{_place(data, row)}: {what}"
@@ -177,14 +187,17 @@ def _step(trainer: L.Trainer) -> tuple[int, int, int]:
     return trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
 
 
-def _suspects(source: Any, rows: Tensor, pl_module: L.LightningModule) -> Iterator[tuple[int, str]]:
-    batch = tuple(t.to(pl_module.device) for t in source.read(rows))
+def _suspects(source: Any, rows: Tensor, pl_module: L.LightningModule | None) -> Iterator[tuple[int, str]]:
+    """Rows that are not finite, and what of them. No ``pl_module``: a shard alone predicts nothing."""
+    batch = source.read(rows)
     seen = torch.zeros(len(rows), dtype=torch.bool)
-    training = pl_module.training
-    with torch.no_grad():
-        prediction = pl_module.eval()(batch[0])
-    pl_module.train(training)
-    for what, values in (*zip(("its input", "its target"), batch, strict=False), ("its prediction", prediction)):
+    looked_at = [*zip(("its input", "its target"), batch, strict=False)]
+    if pl_module is not None:
+        training = pl_module.training
+        with torch.no_grad():
+            looked_at.append(("its prediction", pl_module.eval()(batch[0].to(pl_module.device))))
+        pl_module.train(training)
+    for what, values in looked_at:
         if not torch.is_tensor(values) or not values.is_floating_point():
             continue
         bad = ~torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None]).cpu()
