@@ -33,7 +33,7 @@ from project.resuming import (
 from project.run import Run, environment, loggers, output_file
 from project.settings import IN_FEATURES, ONCE, add_flags, check_objects, check_settings, net_size
 from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
-from project.usage import Failed, Parser, UsageError, arguments, settings_typed
+from project.usage import Failed, Parser, Setting, UsageError, arguments, settings_typed
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
 
@@ -80,7 +80,8 @@ class CLI(LightningCLI):
     def typed(self, name: str) -> bool:
         """Whether a setting, or one of its parts, comes from a flag or a config file rather than from a default."""
         untyped = (DEFAULT_CONFIG, self.saved_config or DEFAULT_CONFIG)  # the latter ranks with its checkpoint
-        return any(f"{k}.".startswith(f"{name}.") and s.file not in untyped for k, s in self.parser.typed.items())
+        typed: dict[str, Setting] = self.parser.typed  # type: ignore[attr-defined]  # it is our Parser
+        return any(f"{k}.".startswith(f"{name}.") and s.file not in untyped for k, s in typed.items())
 
     def _net_size(self, data: L.LightningDataModule) -> Any:
         return net_size(self.config, self.typed("model.net.in_features"), data)

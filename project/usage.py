@@ -215,8 +215,9 @@ class Parser(LightningArgumentParser):
                 here = f"{key}.{name}"
                 typed = self.typed.get(f"{here}.class_path", self.typed.get(here, Setting(None, "")))
                 if typed.file:  # of the config that would run
-                    value = ", ".join(typed.value) if isinstance(typed.value, dict) else typed.value
-                    default = f"{str(value).rpartition('.')[2] if isinstance(value, str) else value}, in {Path(typed.file).name}"
+                    value = ", ".join(typed.value) if isinstance(typed.value, dict) else str(typed.value)
+                    value = value.rpartition(".")[2] if isinstance(typed.value, str) else value
+                    default = f"{value}, in {Path(typed.file).name}"
                 elif name in ("devices", "max_epochs"):
                     default = ours.get(name, default)
                 yield from _entry(f"--{short(here)}", text, default)

@@ -13,8 +13,9 @@ TOGETHER = (  # what changes nothing on the screen, in two runs instead of twent
     "--accelerator cpu --devices auto --num_nodes 1 --logger true --max_time 00:00:10:00 --limit_predict_batches 1 "
     "--num_sanity_val_steps -1 --enable_progress_bar false --gradient_clip_val 0.1 --deterministic true "
     "--sync_batchnorm true --callbacks EarlyStopping --callbacks.monitor val/loss --enable_autolog_hparams false",
-    "--precision 64-true --gradient_clip_algorithm value --gradient_clip_val 0.1 --benchmark true --detect_anomaly true "
-    "--inference_mode false --use_distributed_sampler false --reload_dataloaders_every_n_epochs 1 --model_registry a/b",
+    "--precision 64-true --gradient_clip_algorithm value --gradient_clip_val 0.1 --benchmark true "
+    "--detect_anomaly true --inference_mode false --use_distributed_sampler false --reload_dataloaders_every_n_epochs 1"
+    " --model_registry a/b",
 )
 WORKS = [
     *((line, ONE_EPOCH) for line in TOGETHER),
