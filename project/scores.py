@@ -10,6 +10,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 log = logging.getLogger("project")
+HELD = 1 << 18  # numbers of predictions kept on the device before metrics are updated: at once, for the sake of time
 
 
 class Scores(nn.Module):
@@ -28,6 +29,8 @@ class Scores(nn.Module):
         self.loss = torchmetrics.SumMetric(nan_strategy="disable")
         self.rows = torchmetrics.SumMetric()
         self.metrics = nn.ModuleDict({name: metric.clone() for name, metric in metrics.items()})
+        self._held: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._numbers = 0
 
     def prepare(self, device: torch.device) -> None:
         """Set the type of all states: float64 where the device has it. To be called before the first update."""
@@ -37,7 +40,22 @@ class Scores(nn.Module):
 
     def update(self, pred: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
         """Rows: predictions [N, ...], their targets, and the mean loss over them if that is wanted too."""
-        exact = _exact(pred.device)
+        match(pred, target)  # refuses what cannot be matched
+        if self._held and not _alike(self._held[0], (pred, target, loss)):
+            self.settle()
+        self._held.append((pred, target, loss))
+        self._numbers += pred.numel()
+        if self._numbers >= HELD:
+            self.settle()
+
+    def settle(self) -> None:
+        """Bring the metrics up to date with the rows held."""
+        if not self._held:
+            return
+        rows, exact = [len(pred) for pred, _, _ in self._held], _exact(self._held[0][0].device)
+        pred, target = (torch.cat(side) for side in list(zip(*self._held, strict=True))[:2])
+        losses = [loss for _, _, loss in self._held if loss is not None]
+        self._held, self._numbers = [], 0
         pred = pred.to(exact) if pred.is_floating_point() else pred
         target = match(pred, target)
         if pred.ndim == 2 and pred.shape[1] == 1:
@@ -45,12 +63,20 @@ class Scores(nn.Module):
         for metric in self.metrics.values():
             classes = type(metric).__module__.startswith("torchmetrics.classification")
             cast(torchmetrics.Metric, metric).update(pred, target.long() if classes else target)
-        if loss is not None:
-            self.loss.update(loss.to(exact) * len(pred))
-        self.rows.update(len(pred))
+        if losses:
+            weight = torch.tensor(rows, dtype=exact).to(pred.device, non_blocking=True)
+            self.loss.update((torch.stack(losses).to(exact) * weight).sum())
+        self.rows.update(sum(rows))
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._held, self._numbers = [], 0
+        for metric in (self.loss, self.rows, *self.metrics.values()):
+            cast(torchmetrics.Metric, metric).reset()
 
     def take(self) -> tuple[dict[str, Tensor], int]:
         """(scores by name, rows), over all ranks; then all starts anew. All ranks call this together."""
+        self.settle()
         metrics = {
             "rows": self.rows,
             "loss": self.loss,
@@ -60,12 +86,17 @@ class Scores(nn.Module):
         with warnings.catch_warnings():  # "compute was called before update": on a rank without rows it is
             warnings.simplefilter("ignore", UserWarning)
             scores = {name: _compute(name, metric) for name, metric in metrics.items() if name in used}
-        for metric in metrics.values():
-            metric.reset()
+        self.reset()
         rows = scores.pop("rows", torch.tensor(0))
         if "loss" in scores:
             scores["loss"] = scores["loss"] / rows
         return scores, int(rows)
+
+
+def _alike(a: tuple[Tensor, Tensor, Tensor | None], b: tuple[Tensor, Tensor, Tensor | None]) -> bool:
+    """Whether two batches can be put together: rows of one shape and type, both with a loss or both without."""
+    same = all(x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in zip(a[:2], b[:2], strict=True))
+    return same and (a[2] is None) == (b[2] is None)
 
 
 def _compute(name: str, metric: torchmetrics.Metric) -> Tensor:

@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from project.data.datamodule import StreamDataModule
 from project.engine.checkpoint import Checkpoints
 from project.module import Module
+from project.scores import Scores
 from project.usage import DEFAULT_CLASSES, UsageError
 
 IN_FEATURES = "model.init_args.net.init_args.in_features"
@@ -132,10 +133,12 @@ def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> 
             value = model.compute_loss(pred, y)
             tried = "--model.metrics"
             model.measure("val", pred, y, value)
+            for scores in (m for m in model.modules() if isinstance(m, Scores)):
+                scores.settle()
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as e:
             raise ValueError(f"{tried}: refuses predictions {shapes}: {' '.join(str(e).split())[:300]}") from None
         finally:
-            for metric in (m for m in model.modules() if isinstance(m, torchmetrics.Metric)):
+            for metric in (m for m in model.modules() if isinstance(m, torchmetrics.Metric | Scores)):
                 metric.reset()
 
 

@@ -18,7 +18,7 @@ from project.data.datamodule import StreamDataModule
 from project.data.sources import Source, SyntheticSource
 from project.models import Generate, LinearModel
 from project.module import Module
-from project.scores import match
+from project.scores import Scores, match
 from project.settings import check_step
 from tests.numbered import COLUMNS, Numbered, fit, trainer_of, weights
 from tests.ranks import on_ranks
@@ -425,3 +425,13 @@ def test_scores_of_logits_do_not_depend_on_the_batch(size):
     assert float(scores["val/accuracy"]) == pytest.approx(float(expected), abs=1e-7)
     whole = BinaryAUROC()(logits.sigmoid().flatten().double(), target.flatten().long())
     assert float(scores["val/auroc"]) == pytest.approx(float(whole), abs=1e-7)
+
+
+def test_batches_of_unequal_shapes_are_scored_together() -> None:
+    """Small batches are put together before metrics see them; sentences of different lengths cannot be."""
+    scores = Scores({"mse": torchmetrics.MeanSquaredError()})
+    scores.prepare(torch.device("cpu"))
+    for length in (3, 3, 5):
+        scores.update(torch.ones(2, length), torch.zeros(2, length), torch.tensor(float(length)))
+    found, rows = scores.take()
+    assert (float(found["mse"]), float(found["loss"]), rows) == (1.0, pytest.approx(11 / 3), 6)

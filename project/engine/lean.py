@@ -24,6 +24,9 @@ _STEP_HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
+_EVALUATION_HOOKS = tuple(
+    f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")
+)
 
 
 class NoProfiler(PassThroughProfiler):
@@ -38,8 +41,9 @@ def skip_empty_hooks(owner: L.Callback | L.LightningModule) -> None:
 
     Set on the object, not on its class, so that a subclass can override any of them and call ``super()``.
     """
-    base = L.Callback if isinstance(owner, L.Callback) else L.LightningModule
-    for name in _STEP_HOOKS:
+    # Of a module's evaluation hooks Lightning wants to know the signatures.
+    base, more = (L.Callback, _EVALUATION_HOOKS) if isinstance(owner, L.Callback) else (L.LightningModule, ())
+    for name in (*_STEP_HOOKS, *more):
         if getattr(type(owner), name) is getattr(base, name):
             owner.__dict__.setdefault(name, None)
 
@@ -50,19 +54,24 @@ def skip_empty_logs(trainer: L.Trainer) -> None:
     Private: should Lightning rename what is looked at here, only the saving is lost.
     """
     connector = getattr(trainer, "_logger_connector", None)
-    update = getattr(connector, "on_batch_end", None)
-    loop = trainer.fit_loop.epoch_loop
-    if update is None or not hasattr(loop, "_results"):
+    update, log = (getattr(connector, name, None) for name in ("on_batch_end", "update_eval_step_metrics"))
+    training = trainer.fit_loop.epoch_loop
+    if update is None or log is None or not hasattr(training, "_results"):
         return
 
     def on_batch_end() -> None:
-        results = loop._results
-        if results or trainer.state.stage is not RunningStage.TRAINING:
+        results: Any = training._results if trainer.state.stage is RunningStage.TRAINING else trainer._results
+        if results:
             update()
         else:
             results.batch = results.batch_size = None  # as Lightning does: the batch is not kept alive
 
+    def update_eval_step_metrics(step: int) -> None:
+        if trainer._results:
+            log(step)
+
     connector.on_batch_end = on_batch_end  # type: ignore[union-attr]
+    connector.update_eval_step_metrics = update_eval_step_metrics  # type: ignore[union-attr]
 
 
 def spare(trainer: L.Trainer) -> None:
@@ -82,9 +91,10 @@ class LeanModule(L.LightningModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Lightning asks for the signature of training_step at every step; inspect takes a stored one as it is: −22.
         super().__init_subclass__(**kwargs)
-        step = cls.__dict__.get("training_step")
-        if inspect.isfunction(step):
-            step.__signature__ = inspect.signature(step)  # type: ignore[attr-defined]
+        for stage in ("training", "validation", "test", "predict"):
+            step = cls.__dict__.get(f"{stage}_step")
+            if inspect.isfunction(step):
+                step.__signature__ = inspect.signature(step)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The Trainer sets this string some forty times a step; nn.Module would look for parameters of that name: −66.

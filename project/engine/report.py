@@ -92,9 +92,9 @@ class Report(L.Callback):
             self._screen.show(self._title, batch_idx + 1, trainer.num_training_batches, self._words(trainer))
 
     def _measure_steps(self) -> None:
-        """Update the metrics of training with the rows held, on the device; of the steps only losses and rows stay."""
-        if self._measure is not None and self._pairs:
-            pred, target = (torch.cat(side) for side in zip(*self._pairs, strict=True))
+        """Hand the rows held to the metrics of training; of the steps only losses and rows stay."""
+        for pred, target in self._pairs:
+            assert self._measure is not None
             self._measure("train", pred, target)
         self._pairs, self._held = [], 0
 

@@ -73,6 +73,18 @@ def test_metrics_of_an_epoch_are_those_of_all_its_rows(tmp_path):
     assert float(rows[-1]["train/r2"]) == pytest.approx(float(expected), abs=1e-6)
 
 
+def test_batches_whose_rows_have_another_shape_are_measured(tmp_path):
+    class Cut(Module):
+        def training_step(self, batch, batch_idx):
+            out = super().training_step(batch, batch_idx)
+            wide = 1 + batch_idx % 2  # such as sentences, some longer than others
+            return {**out, "pred": out["pred"].expand(-1, wide), "target": out["target"].expand(-1, wide)}
+
+    module = Cut(nn.Linear(3, 1), metrics={"mse": torchmetrics.MeanSquaredError()})
+    _, rows = train(tmp_path, Report(False), module, max_epochs=1)
+    assert float(rows[-1]["train/mse"]) > 0
+
+
 def test_rows_of_a_short_last_batch_count_as_the_others(tmp_path):
     seen = EachStep()
     _, rows = train(tmp_path, Report(False), callbacks=[seen], max_epochs=1, rows=505, data={"drop_last": False})
