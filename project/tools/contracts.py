@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ from project.data.sources import Source
 from project.data.stream import Shares, Windows
 from project.engine.resume import Resume
 from project.module import Module
+from project.usage import UsageError
 
 ROWS = 32
 
@@ -92,6 +94,17 @@ class ModelContract:
         with torch.no_grad():  # pragma: cuda
             there = copy.deepcopy(module).to(device)(x.to(device)).cpu()
             assert torch.allclose(module(x), there, rtol=self.tolerance, atol=self.tolerance)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("form", ["torch_export", "onnx"])
+    def test_an_export_predicts_the_same(self, form: str, tmp_path: Path) -> None:
+        tool = pytest.importorskip("project.tools.export")  # which may have been deleted
+        try:
+            tool.export(self._fresh(), self._batch(7)[0], form, tmp_path / "net")
+        except UsageError as e:  # a package that is missing
+            if e.code == 1:
+                raise
+            pytest.skip(str(e))
 
     def test_training_resumes_as_if_never_stopped(self, tmp_path: Path) -> None:
         whole = self._train(4)

@@ -10,6 +10,7 @@ from project.data.tables import TableSource
 from project.models import Generate, LinearModel
 from project.module import Module
 from project.tools.contracts import ModelContract, SourceContract
+from project.usage import Failed
 
 
 class TestLinearModel(ModelContract):
@@ -103,3 +104,21 @@ def test_a_broken_model_fails(net, test):
     parts = {"module": staticmethod(lambda: Module(net())), "source": SyntheticSource(rows=96, features=5)}
     with pytest.raises(AssertionError):
         getattr(type("Contract", (ModelContract,), parts)(), test)()
+
+
+class Forks(nn.Linear):
+    """Goes two ways by a value: no graph can hold both."""
+
+    def __init__(self):
+        super().__init__(5, 1)
+
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x[:, :1]
+
+
+@pytest.mark.slow
+def test_a_net_that_cannot_be_exported_fails(tmp_path):
+    parts = {"module": staticmethod(lambda: Module(Forks())), "source": SyntheticSource(rows=96, features=5)}
+    with pytest.raises(Failed, match="Forks cannot be exported as torch_export: GuardOnDataDependentSymNode"):
+        type("Contract", (ModelContract,), parts)().test_an_export_predicts_the_same("torch_export", tmp_path)
+    assert list(tmp_path.iterdir()) == []
