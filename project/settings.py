@@ -88,7 +88,7 @@ def check_objects(command: str, model: L.LightningModule, data: L.LightningDataM
             raise UsageError(f"--optimizer, --lr_scheduler: {e}") from e
     if isinstance(data, StreamDataModule):
         data.trainer = trainer
-        data.prepare_data()
+        data.prepare_data(command)
         data.check(command)
         if isinstance(model, Module) and not any(p.is_meta for p in model.parameters()):
             source, _ = data.part("predict" if command == "predict" else "train")

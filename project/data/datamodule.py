@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from project.data.checks import check_rows, check_windows
+from project.data.checks import PART_OF, check_rows, check_windows
 from project.data.order import Part, RowOrder
 from project.data.sources import Source
 from project.data.stream import Shares, Stream, Windows
@@ -88,9 +88,6 @@ class StreamDataModule(L.LightningDataModule):
         stated = getattr(self.source, "in_features", None)
         return int(stated) if stated is not None else self.source.read(torch.zeros(1, dtype=torch.int64))[0].shape[-1]
 
-    def sources(self) -> list[Source]:
-        return [s for s in (self.source, *self.own_sources.values()) if s is not None]
-
     def part(self, name: str) -> tuple[Source, Part]:
         """The source and the rows of it that make up "train", "val", "test" or "predict"."""
         own = self.own_sources.get(name)
@@ -112,9 +109,12 @@ class StreamDataModule(L.LightningDataModule):
             self._fingerprint = zlib.crc32(b"".join(t.cpu().contiguous().numpy().tobytes() for t in read))
         return self._fingerprint
 
-    def prepare_data(self) -> None:
-        for source in self.sources():
-            prepare: Callable[[], None] | None = getattr(source, "prepare", None)
+    def prepare_data(self, stage: str | None = None) -> None:
+        """Make ready what ``stage`` reads, by default what the Trainer is about to do; no other source is opened."""
+        stage = stage or TrainerFn(self.trainer_in_use.state.fn).value
+        for name in PARTS if stage == "fit" else (PART_OF[stage],):
+            own = self.own_sources.get(name)
+            prepare: Callable[[], None] | None = getattr(self.source if own is None else own, "prepare", None)
             if prepare is not None:
                 prepare()
 

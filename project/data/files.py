@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -10,12 +11,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from pyarrow import fs
+from torch import Tensor
+
+from project.data.sources import inexact
 
 Array = np.ndarray[Any, Any]
 KINDS = (".csv", ".csv.gz", ".parquet")
 FLAG = "--data.source.files"
 COLUMNS = "List the columns to use with --data.source.features and --data.source.target."
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # parts of a file that its fingerprint is made of: all of it up to a megabyte
 REAL = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
 
 
@@ -41,6 +47,16 @@ class Table:
         if not info.is_file:
             raise ValueError(f"{self.name} is not there any more")
         return info.size, info.mtime_ns or 0
+
+    def fingerprint(self) -> list[Any]:
+        """What changes with the content, also if size and time are as before: more of its state, and parts of it."""
+        size, changed = self.stamp()
+        digest, found = hashlib.sha256(), os.stat(self.path) if self.local else None
+        with self.files.open_input_file(self.path) as file:
+            for i in range(SAMPLES):
+                file.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+        return [size, changed, digest.hexdigest(), *([found.st_ino, found.st_ctime_ns] if found else [])]
 
     def text(self) -> Any:
         """A stream of a CSV file's bytes, unpacked."""
@@ -97,7 +113,20 @@ def fill(column: Any, out: Array) -> tuple[Array, bool]:
             return lost | (out != values), False
         if values.dtype.kind == "f":
             return lost | ~np.isfinite(out), False
-        return lost, values.dtype.itemsize > 2 and bool((out != values).any())
+        return lost, values.dtype.itemsize > 2 and bool(inexact(out, values).any())
+
+
+def among(rows: Tensor, left_out: Tensor) -> Tensor:
+    """Numbers among the rows that remain → numbers among all; `left_out` in rising order."""
+    if not len(left_out):
+        return rows
+    return rows + torch.searchsorted(left_out - torch.arange(len(left_out)), rows, right=True)
+
+
+def tensors(arrays: list[Array]) -> tuple[Tensor, ...]:
+    """x [n, features] and y [n, targets], or [n] for one target of class numbers."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return tuple(t.squeeze(1) if t.dtype == torch.int64 and t.shape[1] == 1 else t for t in tensors)
 
 
 def find(pattern: str) -> list[Table]:

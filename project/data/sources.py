@@ -8,7 +8,7 @@ The streaming code asks nothing else of a source. It looks up these further name
   neighbouring rows are cheap to read together (row groups): then many stretches are mixed, and asked for at once.
 * `prepare() -> None`: called in one process per machine before others ask for rows (say, to convert a file).
 * `where(row) -> str`: the place of a row in words ("data/a.csv, line 71"), for error messages.
-* `skipped: int`: rows left out as bad.
+* `skipped: int`: rows left out as bad; `numbers(rows) -> Tensor`: what rows are called in predictions if some are.
 
 Sources are pickled to worker processes: they keep no open handle in their state, and open files where they are used.
 """
@@ -46,6 +46,13 @@ def check_rows(rows: Tensor, length: int) -> None:
     """IndexError if a row lies outside 0 … length−1. Not checked on an accelerator: that would wait for it."""
     if rows.device.type == "cpu" and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < length:
         raise IndexError(f"rows {rows.min()} to {rows.max()} were asked of a source of {length} rows")
+
+
+def inexact(held: Array, integers: Array) -> Array:
+    """Which integers float32 `held` differs from; compared as integers, since float64 would round them alike."""
+    with np.errstate(invalid="ignore"):
+        lost: Array = (held >= 2.0**63) | (held.astype(np.int64) != integers.astype(np.int64))
+        return lost
 
 
 class SyntheticSource(Source):
@@ -174,7 +181,7 @@ class ArraySource(Source):
             raw[order] = np.take(array, rows[order], axis=0, mode="clip")
         with np.errstate(invalid="ignore", over="ignore"):
             np.copyto(values, raw, casting="unsafe")
-        changed = ~np.isfinite(values) if raw.dtype.kind == "f" and not whole else values != raw
+        changed = values != raw if whole else inexact(values, raw) if raw.dtype.kind in "iu" else ~np.isfinite(values)
         if changed.any():
             first = tuple(np.argwhere(changed)[0])
             found, at = raw[first], f"{path}, row {rows[first[0]]}, column {sum(first[1:])} (counted from 0)"

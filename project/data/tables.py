@@ -18,8 +18,9 @@ import torch
 from pyarrow import fs
 from torch import Tensor
 
-from project.data.csv_cache import ROUNDED, SKIP, SKIPPED, cached, header, place
-from project.data.files import Array, Ready, Table, check_names, fill, find
+from project.data.csv_cache import ROUNDED, SKIPPED, cached
+from project.data.csv_text import SKIP, names, place
+from project.data.files import Array, Ready, Table, among, check_names, fill, find, tensors
 from project.data.sources import Source, check_rows
 
 log = logging.getLogger("project")
@@ -53,11 +54,8 @@ class TableSource(Source):
         skip_bad_rows: bool = False,
         cache_dir: str | None = None,
     ) -> None:
-        self._tables = [table for pattern in ([files] if isinstance(files, str) else files) for table in find(pattern)]
-        names = [table.name for table in self._tables]
-        if len(set(names)) < max(len(names), 1):
-            twice = next((f"{n} is there twice" for i, n in enumerate(names) if n in names[:i]), "no file is given")
-            raise ValueError(f"--data.source.files: {twice}")
+        self._files = [files] if isinstance(files, str) else files
+        self._tables: list[Table] = []
         self._like: TableSource | None = None
         self._features, self._targets = features, [target] if isinstance(target, str) else target or []
         columns = [*(features or []), *self._targets]
@@ -79,28 +77,42 @@ class TableSource(Source):
         """Read the feature columns of another table, by name and in its order, unless some were named here."""
         self._like = source if isinstance(source, TableSource) and source is not self else None
 
+    def tables(self) -> list[Table]:
+        """The files, looked for at first use: what is named but not needed need not be there."""
+        if not self._tables:
+            tables = [table for pattern in self._files for table in find(pattern)]
+            seen = [table.name for table in tables]
+            if len(set(seen)) < max(len(seen), 1):
+                twice = next((f"{n} is there twice" for i, n in enumerate(seen) if n in seen[:i]), "no file is given")
+                raise ValueError(f"--data.source.files: {twice}")
+            self._tables = tables
+        return self._tables
+
     def feature_names(self) -> list[str]:
-        """The feature columns, in the order of ``read``."""
-        self.prepare()
-        return list(self._columns[: self._in_features])
+        """The feature columns, in the order of ``read``; if none are named, those of the first file."""
+        if self._parts:
+            return self._columns[: len(self._columns) - len(self._targets)]
+        asked = self._features or (self._like.feature_names() if self._like is not None else None)
+        return asked or [name for name in names(self.tables()[0]) if name not in self._targets]
 
     def prepare(self) -> None:
         """Check every file's columns, convert CSV files that have no copy yet, find the rows to skip."""
         if self._parts:
             return
-        names = [table.names() if table.parquet else [n.strip() for n in header(table)] for table in self._tables]
-        asked = self._features or (self._like.feature_names() if self._like is not None else None)
-        features = asked or [name for name in names[0] if name not in self._targets]
-        columns = [*features, *self._targets]
-        for table, found in zip(self._tables, names, strict=True):
-            check_names(table, found, columns, exact=asked is None)
-        parts = [self._part(table, columns) for table in self._tables]
-        self._columns, self._in_features = columns, len(features)
+        features, tables = self.feature_names(), self.tables()
+        self._columns = columns = [*features, *self._targets]
+        for table in tables:
+            check_names(table, names(table), columns, exact=self._features is None and self._like is None)
+        parts = [self._part(table, columns) for table in tables]
         self._groups = [(i, group) for i, part in enumerate(parts) for group in range(len(part.sizes))]
         sizes = [size for part in parts for size in part.sizes]
         self._starts = torch.tensor([0, *sizes]).cumsum(0)  # the first row of each group, then the number of rows
+        lengths = torch.tensor([0, *(sum(part.sizes) + len(part.skipped) for part in parts)])
+        self._firsts = lengths.cumsum(0)  # the first row of each file as it stands there
+        left_out = [torch.tensor(part.skipped).long() + at for part, at in zip(parts, self._firsts, strict=False)]
+        self._left_out = torch.cat(left_out)  # of CSV files, in their copies already; numbers among all rows
         self._block, self._parts = max([1, *sizes]), parts
-        self._bad = torch.empty(0, dtype=torch.int64)  # rows left out, by their number among all
+        self._bad = self._left_out[:0]  # rows of Parquet files left out, by their number in the groups
         if self._skip and any(part.table.parquet for part in parts):
             bad = [self._decode(group, refuse=False)[1] + self._starts[group] for group in range(len(sizes))]
             self._bad = torch.cat([self._bad, *bad])
@@ -118,22 +130,22 @@ class TableSource(Source):
                     self._warned.add(f"{kind} {wanted}")
                     log.info("%s: %s (column %r, …) is converted to %s as it is read", table.name, kind, name, wanted)
         else:
-            first = self._tables[0]
+            first = self.tables()[0]
             beside = os.path.join(os.path.dirname(first.path), ".cache") if first.local else None
             copy = cached(table, columns, self._whole, self._skip, self._cache_dir or beside)
             data = Table(table.name, fs.LocalFileSystem(), copy)
         footer = data.footer()
         notes = footer.metadata or {}
         for name in json.loads(notes.get(ROUNDED, b"[]")):
-            self._warn_rounded(table, name)
+            if name in columns:
+                self._warn_rounded(table, name)
         skipped = [int(record) for record in notes.get(SKIPPED, b"").split(b",") if record]
         sizes = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         return Ready(table, data, table.stamp(), sizes, skipped)
 
     @property
     def in_features(self) -> int:
-        self.prepare()
-        return self._in_features
+        return len(self.feature_names())
 
     @property
     def block(self) -> int:
@@ -145,7 +157,7 @@ class TableSource(Source):
     def skipped(self) -> int:
         """Rows left out as bad."""
         self.prepare()
-        return len(self._bad) + sum(len(part.skipped) for part in self._parts)
+        return len(self._bad) + len(self._left_out)
 
     def __len__(self) -> int:
         self.prepare()
@@ -154,33 +166,30 @@ class TableSource(Source):
     def where(self, row: int) -> str:
         """The place of a row: `data/a.csv, line 71`, or for Parquet `data/a.parquet, row 69 (counted from 0)`."""
         self.prepare()
-        return self._where(int(self._with_bad(torch.tensor([row]))[0]))
+        return self._where(int(among(torch.tensor([row]), self._bad)[0]))
 
-    def _with_bad(self, rows: Tensor) -> Tensor:
-        """Numbers among the good rows → numbers among all."""
-        return rows + torch.searchsorted(self._bad - torch.arange(len(self._bad)), rows, right=True)
+    def numbers(self, rows: Tensor) -> Tensor:
+        """Numbers of rows (int64) as they stand in the files, one after the other, with the rows that are left out."""
+        self.prepare()
+        return among(among(rows, self._bad), self._left_out)
 
     def _where(self, row: int) -> str:
-        group = int(torch.searchsorted(self._starts, row, right=True)) - 1
-        number, inside = self._groups[group]
-        part = self._parts[number]
-        row = row - int(self._starts[group]) + sum(part.sizes[:inside])
-        if part.table.parquet:
-            return f"{part.table.name}, row {row} (counted from 0)"
-        skipped = np.array(part.skipped, dtype=np.int64)
-        return place(part.table, row + int(np.searchsorted(skipped - np.arange(len(skipped)), row, side="right")))
+        number = int(among(torch.tensor([row]), self._left_out)[0])
+        file = int(torch.searchsorted(self._firsts, number, right=True)) - 1
+        table, inside = self._parts[file].table, number - int(self._firsts[file])
+        return f"{table.name}, row {inside} (counted from 0)" if table.parquet else place(table, inside)
 
     # -- reading
 
     def read(self, rows: Tensor) -> tuple[Tensor, ...]:
         """(x, y), or (x,) without a target. ValueError for a value that is no finite number, or a file that changed."""
         check_rows(rows, len(self))
-        rows = self._with_bad(rows) if len(self._bad) else rows
+        rows = among(rows, self._bad)
         group = torch.searchsorted(self._starts, rows, right=True) - 1
         order = group.argsort(stable=True)  # by group, so that each is taken up once
         inside = (rows - self._starts[group])[order]
         used, counts = torch.unique_consecutive(group[order], return_counts=True)
-        sorted_rows, first = _tensors(self._blank(len(rows))), 0
+        sorted_rows, first = tensors(self._blank(len(rows))), 0
         for number, count in zip(used.tolist(), counts.tolist(), strict=True):
             for whole, part in zip(sorted_rows, self._group(number), strict=True):
                 torch.index_select(part, 0, inside[first : first + count], out=whole[first : first + count])
@@ -199,9 +208,10 @@ class TableSource(Source):
 
     def _blank(self, n: int) -> list[Array]:
         """Room for n rows: x, and y if there is a target."""
-        x = np.empty((n, self._in_features), np.float32)
-        y = np.empty((n, len(self._targets)), np.int64 if self._whole else np.float32)
-        return [x, y] if self._targets else [x]
+        targets = len(self._targets)
+        x = np.empty((n, len(self._columns) - targets), np.float32)
+        y = np.empty((n, targets), np.int64 if self._whole else np.float32)
+        return [x, y] if targets else [x]
 
     def _decode(self, number: int, refuse: bool) -> tuple[tuple[Tensor, ...], Tensor]:
         """A row group as tensors, and which of its rows are bad: refused, or left for the caller to leave out."""
@@ -232,15 +242,9 @@ class TableSource(Source):
                     f"{self._where(int(self._starts[number]) + row)}, column {name!r}: "
                     f"{column[row].as_py()} found, {wanted} expected\nCorrect it, or skip such rows with {SKIP}."
                 )
-        return _tensors(out), torch.from_numpy(np.flatnonzero(bad))
+        return tensors(out), torch.from_numpy(np.flatnonzero(bad))
 
     def _warn_rounded(self, table: Table, name: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
             log.warning("%s, column %r: float32 rounds some of its integers (those above 2^24)", table.name, name)
-
-
-def _tensors(arrays: list[Array]) -> tuple[Tensor, ...]:
-    """x [n, features] and y [n, targets], or [n] for one target of class numbers."""
-    tensors = [torch.from_numpy(array) for array in arrays]
-    return tuple(t.squeeze(1) if t.dtype == torch.int64 and t.shape[1] == 1 else t for t in tensors)

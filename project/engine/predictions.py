@@ -1,6 +1,7 @@
 """Predictions to one file: row number first, input order, each row once, whatever the number of processes."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ Array = np.ndarray[Any, Any]
 class PredictionWriter(L.Callback):
     """Writes what ``predict_step`` returns, one tensor [rows, ...] a batch, to a .csv, .parquet or .npy file.
 
-    Columns are ``row`` (its number in the source) and ``prediction``, or ``prediction_0``, ``prediction_1``, … ; a .npy
-    file holds them as one float64 array. Ranks send their share of each batch to rank 0, so memory holds a few batches
-    and the order is that of the source. The file gets its name when it is complete.
+    Columns are ``row`` (its number in the source; in tables rows left out as bad count) and ``prediction``, or
+    ``prediction_0``, ``prediction_1``, … ; a .npy file holds them as one float64 array. Ranks send their share of each
+    batch to rank 0, so memory holds a few batches and the order is that of the source. The file gets its name when it
+    is complete.
 
     Args:
         path: The file to write, by its ending.
@@ -34,6 +36,11 @@ class PredictionWriter(L.Callback):
         self.written = 0
         self._waiting: list[Array] = []
         self._file: Any = None
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]  # there, but not in Lightning's annotations
+        source = data.part("predict")[0] if isinstance(data, StreamDataModule) else None
+        self._numbers: Callable[[Tensor], Tensor] = getattr(source, "numbers", lambda rows: rows)
 
     def on_predict_batch_end(
         self,
@@ -64,7 +71,7 @@ class PredictionWriter(L.Callback):
         count = len(values) // ROWS * ROWS if whole_only else len(values)
         for first in range(0, count, ROWS):
             part = values[first : min(first + ROWS, count)]
-            rows = np.arange(self.written, self.written + len(part))
+            rows = self._numbers(torch.arange(self.written, self.written + len(part))).numpy()
             if self._file is None:
                 self._file = (_NpyFile if self.path.suffix == ".npy" else _Table)(self.unfinished, part)
             self._file.write(rows, part)
