@@ -17,7 +17,7 @@ from project.engine.metrics_csv import MetricsCSV
 from project.engine.nonfinite import NonFinite
 from project.engine.predictions import PredictionWriter
 from project.engine.report import Report
-from project.engine.resume import Resume, check_same
+from project.engine.resume import KEY, Resume, check_same
 from project.engine.signals import Signals
 from project.mistakes import check_config_file, in_words, unwrapped
 from project.module import Module
@@ -30,7 +30,7 @@ from project.resuming import (
     load_weights,
     settle_optimizer,
 )
-from project.run import Run, environment, loggers, output_file
+from project.run import Run, environment, experiment, has_ended, loggers, output_file
 from project.settings import IN_FEATURES, ONCE, add_flags, check_objects, check_settings, net_size
 from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
 from project.usage import Failed, Parser, Setting, UsageError, arguments, settings_typed
@@ -46,7 +46,7 @@ class CLI(LightningCLI):
         self.resumed = folder_to_resume(self.command, settings_typed([], self.flags))
         self.saved_config = str(self.resumed / "config.yaml") if self.resumed else ""
         self.files = [f for f in (self.saved_config, *self.files) if f]
-        self.complete = False
+        self.finished = self.complete = False  # trained to the limits; and all that comes after is done too
         self.run: Run | None = None
         self.checkpoints: Checkpoints | None = None
         self.output = Path()
@@ -111,7 +111,8 @@ class CLI(LightningCLI):
         if self.config.init_weights:
             load_weights(self.config.init_weights, self.model, self.config.weights_only)
         self.trainer = self.instantiate_trainer()
-        self.complete = self.command == "fit" and finished(self.checkpoint, self.trainer, self.typed("trainer"))
+        self.finished = self.command == "fit" and finished(self.checkpoint, self.trainer, self.typed("trainer"))
+        self.complete = self.finished and (self.resumed is None or has_ended(self.resumed))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The Trainer with our parts, each of which steps back for one of the user's. The run folder is reserved."""
@@ -127,8 +128,9 @@ class CLI(LightningCLI):
         if bare:
             self.report.first_step = 0  # which nobody will tell it
         else:
-            callbacks += [self.report, Resume(self.config.resume_changed, self.replaced)]
-            callbacks += [Signals(), NonFinite(self.config.nonfinite)]
+            callbacks.insert(0, self.report)  # first: it knows of a step before a callback of the user's can fail
+            callbacks += [Resume(self.config.resume_changed, self.replaced), Signals()]
+            callbacks += [NonFinite(self.config.nonfinite)]
             if not own_bar:
                 config["enable_progress_bar"] = False
             config["enable_model_summary"] = bool(config["enable_model_summary"])
@@ -139,7 +141,7 @@ class CLI(LightningCLI):
         elif config["enable_checkpointing"] is None and not bare:
             config["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
         if is_rank_zero():
-            name = Path(self.files[0] if self.files else DEFAULT_CONFIG).stem
+            name = self.experiment = experiment(self.files[0] if self.files else DEFAULT_CONFIG)
             replace = self.config.resume == "auto"
             self.run = Run(self.resumed or self.config.run_dir, name, resumed=bool(self.resumed), replace=replace)
             config["default_root_dir"] = str(self.run.folder)
@@ -174,6 +176,7 @@ class CLI(LightningCLI):
             self.output = output_file(self.config.output, self.run.folder)
         if self.checkpoints is not None:
             self.checkpoints.dirpath = self.run.folder / "checkpoints"
+            self.checkpoints.follow(self.model)
         self.run.take_profile(self.trainer.profiler)  # type: ignore[attr-defined]
         devices = device_words(self.trainer)
         config = self.config.clone()
@@ -184,8 +187,8 @@ class CLI(LightningCLI):
             say_resumed(self.path, self.checkpoint, self.saved_config, text, self.config.get("lr_scheduler"))
         for logger in self.trainer.loggers:
             if self.resumed and isinstance(logger, MetricsCSV):
-                logger.rewind(self.checkpoint["global_step"])
-        self.run.record(text, environment(devices), self.checkpoint.get("global_step", 0))
+                logger.rewind(self.checkpoint["global_step"], self.checkpoint.get(KEY, {}).get("row"))
+        self.run.record(text, environment(devices, self.experiment), self.checkpoint.get("global_step", 0))
         say_start(self.run.folder, devices, self.model, self.datamodule, self.trainer, self.command, self.checkpoints)
 
     def fit(self) -> None:
@@ -194,7 +197,7 @@ class CLI(LightningCLI):
         trainer.fit(self.model, self.datamodule, ckpt_path=self.path, weights_only=self.config.weights_only)
         first = self.report.first_step
         steps = trainer.global_step - (trainer.global_step if first is None else first)
-        if not steps:
+        if not steps and not self.finished:
             raise Failed("Nothing was trained: no optimizer step was made. See --max_epochs, --max_steps, the limits.")
         scores, tested = dict(self.report.last), "nothing: no test data, or none asked for"
         if has_test(self.datamodule, trainer):
@@ -207,6 +210,7 @@ class CLI(LightningCLI):
         if self.run is not None:
             rows, seconds = rows_words(self.datamodule, self.report.rows_used), time.monotonic() - self.begun
             say_end(self.run.folder, steps, rows, tested, scores, seconds, trainer.strategy.root_device)
+            self.run.ended()
 
     def validate(self) -> None:
         """Score a checkpoint on the validation rows; ``test`` on the test rows."""

@@ -99,6 +99,10 @@ class Module(LeanModule):
                 return cast(Tensor, self.loss(pred, target))
         return cast(Tensor, self.loss(pred, target))
 
+    def scores_of(self, stage: str) -> Scores:
+        """The metrics and sums of "train", "val" or "test"."""
+        return cast(Scores, self._scores[f"{stage}_scores"])
+
     def measure(self, stage: str, pred: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
         """Update the scores of "train", "val" or "test" with rows: predictions [N, ...] and targets."""
         # Torchmetrics would guess from each batch whether predictions are logits: the loss knows.
@@ -106,11 +110,11 @@ class Module(LeanModule):
             pred = pred.sigmoid()
         elif isinstance(self.loss, nn.CrossEntropyLoss):
             pred = pred.softmax(1)
-        cast(Scores, self._scores[f"{stage}_scores"]).update(pred, target, loss)
+        self.scores_of(stage).update(pred, target, loss)
 
     def results(self, stage: str) -> dict[str, Tensor]:
         """The scores over all rows seen on all ranks since the last call, as "stage/name"; then they start anew."""
-        scores, self.rows_scored[stage] = cast(Scores, self._scores[f"{stage}_scores"]).take()
+        scores, self.rows_scored[stage] = self.scores_of(stage).take()
         return {f"{stage}/{name}": value for name, value in scores.items()}
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
@@ -154,8 +158,8 @@ class Module(LeanModule):
         return trainer.datamodule  # None with plain DataLoaders
 
     def setup(self, stage: str) -> None:
-        for scores in self._scores.values():
-            cast(Scores, scores).prepare(self.trainer.strategy.root_device)
+        for name in STAGES:
+            self.scores_of(name).prepare(self.trainer.strategy.root_device)
         if self.compiled:
             # what torch.compile builds its kernels for the CPU with
             compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))

@@ -112,6 +112,11 @@ class Run:
                 path.replace(_free(path.with_name(f"{path.stem}-until-step-{step}{path.suffix}")))
             path.write_text(text)
 
+    def ended(self) -> None:
+        """Write down that all that was asked is done; a run that stops before is made up for by ``--resume``."""
+        path = self.folder / "environment.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "ended": _now()}, indent=2) + "\n")
+
     def take_profile(self, profiler: object) -> None:
         """A profiler the user asked for writes here, unless it was told where."""
         if isinstance(profiler, Profiler) and not isinstance(profiler, PassThroughProfiler):
@@ -124,14 +129,35 @@ def loggers(run: Run | None, step: int | None) -> list[Logger]:
 
     Args:
         run: The run, on rank 0.
-        step: The optimizer step resumed from; what a dead attempt logged after it is dropped.
+        step: The optimizer step resumed from; what a dead attempt logged from it on is dropped, or logged again.
     """
     folder = run.folder if run is not None else Path()
-    purge = None if step is None else step + 1
     return [
-        TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard", purge_step=purge),
+        TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard", purge_step=step),
         MetricsCSV(folder),
     ]
+
+
+def _told(folder: Path, name: str) -> str:
+    """What ``environment.json`` of a run folder says; "" if there is none or it does not."""
+    try:
+        return str(json.loads((folder / "environment.json").read_text()).get(name) or "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether a run has done all that was asked of it, its test too."""
+    return bool(_told(folder, "ended"))
+
+
+def experiment(config: str) -> str:
+    """The experiment's name: that of its first config file, and for one kept in a run folder the name that run had."""
+    return _told(Path(config).parent, "experiment") or Path(config).stem
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _free(path: Path) -> Path:
@@ -183,15 +209,16 @@ def output_file(given: str | None, folder: Path) -> Path:
     return path
 
 
-def environment(devices: str) -> dict[str, Any]:
+def environment(devices: str, name: str) -> dict[str, Any]:
     """What one must know to run a job again: versions, devices, git revision, command."""
     packages = ("torch", "lightning", "torchmetrics", "jsonargparse", "pyarrow", "numpy")
     return {
+        "experiment": name,
         "command": shlex.join(sys.argv),
         "host": platform.node(),
         "process": os.getpid(),
         "folder": os.getcwd(),
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "started": _now(),
         "git": _git(),
         "python": platform.python_version(),
         "platform": platform.platform(),

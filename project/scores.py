@@ -31,6 +31,7 @@ class Scores(nn.Module):
         self.metrics = nn.ModuleDict({name: metric.clone() for name, metric in metrics.items()})
         self._held: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._numbers = 0
+        self._restored: set[str] = set()  # what came from a checkpoint since the last ``take``
 
     def prepare(self, device: torch.device) -> None:
         """Set the type of all states: float64 where the device has it. To be called before the first update."""
@@ -70,7 +71,7 @@ class Scores(nn.Module):
 
     def reset(self) -> None:
         """Forget all rows."""
-        self._held, self._numbers = [], 0
+        self._held, self._numbers, self._restored = [], 0, set()
         for metric in (self.loss, self.rows, *self.metrics.values()):
             cast(torchmetrics.Metric, metric).reset()
 
@@ -82,7 +83,8 @@ class Scores(nn.Module):
             "loss": self.loss,
             **cast(dict[str, torchmetrics.Metric], dict(self.metrics.items())),
         }
-        used = {name for name, shapes in _adopt_shapes(metrics).items() if shapes}
+        restored = {name.removeprefix("metrics.") for name in self._restored}
+        used = {name for name, shapes in _adopt_shapes(metrics, restored).items() if shapes}
         with warnings.catch_warnings():  # "compute was called before update": on a rank without rows it is
             warnings.simplefilter("ignore", UserWarning)
             scores = {name: _compute(name, metric) for name, metric in metrics.items() if name in used}
@@ -91,6 +93,40 @@ class Scores(nn.Module):
         if "loss" in scores:
             scores["loss"] = scores["loss"] / rows
         return scores, int(rows)
+
+    def state(self) -> list[dict[str, Any]]:
+        """What is held of the rows since the last ``take``, of each rank, as plain tensors. All ranks call this."""
+        self.settle()
+        mine = {
+            name: {n: _copy(value) for n, value in metric.metric_state.items()}
+            for name, metric in self.named_modules()
+            if isinstance(metric, torchmetrics.Metric) and (metric.update_called or name in self._restored)
+        }
+        if not _several():
+            return [mine]
+        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def restore(self, ranks: list[dict[str, Any]]) -> None:
+        """Go on from a ``state``: as many ranks take one each, fewer merge several, more leave some without."""
+        world, rank = (dist.get_world_size(), dist.get_rank()) if _several() else (1, 0)
+        for name, metric in self.named_modules():
+            for state in (saved[name] for saved in ranks[rank::world] if name in saved):
+                assert isinstance(metric, torchmetrics.Metric)
+                try:
+                    held = {n: _copy(value, metric.device) for n, value in state.items()}
+                    if name in self._restored:
+                        metric.merge_state(held)
+                    else:
+                        self._restored.add(name)
+                        for n, value in held.items():
+                            setattr(metric, n, value)
+                except (RuntimeError, TypeError, ZeroDivisionError):  # some have no way to merge what two ranks hold
+                    log.warning(
+                        "train/%s cannot go on with fewer devices: its value misses rows of this epoch",
+                        name.rpartition(".")[2],
+                    )
 
 
 def _alike(a: tuple[Tensor, Tensor, Tensor | None], b: tuple[Tensor, Tensor, Tensor | None]) -> bool:
@@ -107,17 +143,27 @@ def _compute(name: str, metric: torchmetrics.Metric) -> Tensor:
         return torch.tensor(torch.nan, device=metric.device)
 
 
-def _adopt_shapes(metrics: dict[str, torchmetrics.Metric]) -> dict[str, Any]:
+def _copy(value: Any, device: Any = "cpu") -> Any:
+    return [_copy(v, device) for v in value] if isinstance(value, list) else value.detach().to(device, copy=True)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _adopt_shapes(metrics: dict[str, torchmetrics.Metric], restored: set[str]) -> dict[str, Any]:
     """Make the states of metrics that saw no row here gatherable; returns what metrics that saw rows anywhere hold.
 
     Gathering needs states of equal dimensions and types on all ranks, but what a metric keeps in lists, or widens to
     the number of outputs, is known only to ranks that have updated it.
     """
     mine = {
-        name: {state: _form(value) for state, value in metric.metric_state.items()} if metric.update_called else None
+        name: {state: _form(value) for state, value in metric.metric_state.items()}
+        if metric.update_called or name in restored
+        else None
         for name, metric in metrics.items()
     }
-    if not dist.is_available() or not dist.is_initialized():
+    if not _several():
         return mine
     everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

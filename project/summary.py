@@ -63,7 +63,7 @@ def say_start(
         print("rows        " + ", ".join(f"{len(data.part(p)[1]):,} {p}" for p in parts))
     if checkpoints is not None:
         best = "best" if checkpoints.save_top_k == 1 else f"{checkpoints.save_top_k} best"
-        print(f"checkpoints the {best} by {checkpoints.monitor} ({checkpoints.mode}) and last.ckpt")
+        print(f"checkpoints the {best} by {checkpoints.monitor} ({checkpoints.mode or 'not said'}) and last.ckpt")
     print(f"run folder  {folder}", flush=True)
 
 

@@ -1,5 +1,6 @@
 """Rows that carry their own number, a callback that writes down who saw which, and a Trainer without trimmings."""
 
+import gzip
 import itertools
 import logging
 from collections.abc import Iterable
@@ -42,7 +43,7 @@ def numbers(x: Tensor, rows: int) -> list[int]:
 
 
 def source_of(kind: str, rows: int, folder: Path) -> Source | TableSource:
-    """The rows of ``Numbered`` as they stand, from .npy files, or from a Parquet file in row groups of 50."""
+    """The rows of ``Numbered`` as they stand, from .npy, CSV, gzipped CSV, or a Parquet file in row groups of 50."""
     source = Numbered(rows)
     if kind == "synthetic":
         return source
@@ -52,6 +53,13 @@ def source_of(kind: str, rows: int, folder: Path) -> Source | TableSource:
             np.save(folder / "x.npy", x.numpy())
             np.save(folder / "y.npy", y.numpy())
         return ArraySource(str(folder / "x.npy"), str(folder / "y.npy"))
+    if kind.startswith("csv"):
+        path = folder / f"rows.{kind}"
+        if not path.exists():
+            lines = [",".join([*(f"x{i}" for i in range(COLUMNS)), "y"])]
+            lines += [",".join(map(repr, row)) for row in torch.cat([x, y], dim=1).tolist()]
+            (gzip.open if kind == "csv.gz" else open)(path, "wt").write("\n".join(lines) + "\n")
+        return TableSource(str(path), target="y")
     names = [*(f"x{i}" for i in range(COLUMNS)), "y"]
     if not (folder / "rows.parquet").exists():
         table = pa.table([*x.T.contiguous().numpy(), y[:, 0].numpy()], names=names)

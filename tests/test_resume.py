@@ -1,17 +1,21 @@
-"""A run stopped anywhere and resumed is the run that was never stopped, to the last bit."""
+"""A run stopped anywhere and resumed is the run that was never stopped, to the last bit: RES-01 … RES-04."""
+
+import math
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from torch import nn
 
 from project.data.datamodule import StreamDataModule
 from project.data.sources import SyntheticSource
+from project.data.tables import TableSource
 from project.engine.checkpoint import AtomicCheckpointIO
 from project.engine.resume import Resume
 from project.module import Module
+from tests.numbered import source_of
 from tests.ranks import on_ranks
 
 
@@ -19,9 +23,10 @@ class Diary(L.Callback):
     """Writes down which rows each optimizer step learned from, and when validations finished."""
 
     def __init__(self):
-        self.steps, self.validations = {}, []
+        self.steps, self.validations, self.rates = {}, [], {}
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rates[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
         rows = trainer.datamodule.rows("train", batch_idx, trainer.current_epoch).tolist()
         self.steps.setdefault(trainer.global_step, []).extend(rows)
 
@@ -44,9 +49,11 @@ class SaveEverywhere(Checkpoint):
     def on_train_batch_end(self, trainer, *_):
         self.save(trainer, "batch")
 
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.save(trainer, "scores")
+
     def on_validation_end(self, trainer, pl_module):
-        if not trainer.sanity_checking:
-            self.save(trainer, "validation")
+        self.save(trainer, "validation")
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.save(trainer, "epoch")
@@ -55,8 +62,13 @@ class SaveEverywhere(Checkpoint):
         self.save(trainer, "end")
 
 
-def warm_up_and_decay(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.95**step)
+def warm_up_and_cosine(optimizer, warm_up=5, horizon=40):
+    def rate(step):
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (step - warm_up) / (horizon - warm_up)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
 
 def momentum(parameters):
@@ -67,15 +79,26 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.05)
 
 
-def run(ckpt=None, extra=(), data=None, seed=0, dropout=0.2, optimizer=momentum, allow_changed=False, **trainer):
+def run(
+    ckpt=None,
+    extra=(),
+    data=None,
+    seed=0,
+    dropout=0.2,
+    optimizer=momentum,
+    schedule=warm_up_and_cosine,
+    allow_changed=False,
+    **trainer,
+):
     """One training of a net with dropout, momentum and a schedule; returns trainer, weights and diary."""
     L.seed_everything(seed)
     net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 1))
     module = Module(net)
     module.optimizer = optimizer
-    module.lr_scheduler = warm_up_and_decay
+    module.lr_scheduler = schedule
     settings = {"split": (0.8, 0.2, 0.0), "batch_size": 8, "eval_batch_size": 8, "chunk_size": 20, **(data or {})}
-    stream = StreamDataModule(SyntheticSource(rows=105, features=5), **settings)
+    source = settings.pop("source", None) or SyntheticSource(rows=105, features=5)
+    stream = StreamDataModule(source, **settings)
     diary = Diary()
     t = L.Trainer(
         accelerator="cpu",
@@ -161,6 +184,42 @@ def test_other_settings_resume_exactly(tmp_path, data, optimizer):
     assert sweep(tmp_path, 3, {"max_epochs": 2}, {}, every=11, data=data, optimizer=optimizer)
 
 
+KINDS = ["synthetic", "npy", "parquet", "csv", "csv.gz"]
+FAST = [("npy", 2), ("parquet", 2), ("csv.gz", 0)]
+
+
+def stopped_in_mid_epoch(tmp_path, kind, workers, every):
+    data = {"source": source_of(kind, 105, tmp_path), "num_workers": workers}
+    return sweep(tmp_path, 3, {"max_epochs": 2}, {}, every=every, data=data)
+
+
+@pytest.mark.parametrize(("kind", "workers"), FAST)
+def test_every_source_resumes_exactly(tmp_path, kind, workers):
+    assert stopped_in_mid_epoch(tmp_path, kind, workers, every=13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_source_resumes_exactly_from_anywhere(tmp_path, kind, workers):
+    assert stopped_in_mid_epoch(tmp_path, kind, workers, every=1) > 12
+
+
+@pytest.mark.parametrize("stop", [3, 17])
+def test_the_rate_of_learning_lies_on_the_curve_of_the_run_that_was_never_stopped(tmp_path, stop):
+    def ten(optimizer):
+        return warm_up_and_cosine(optimizer, warm_up=10)
+
+    settings = {"data": {"batch_size": 4}, "schedule": ten, "accumulate_grad_batches": 4, "max_epochs": -1}
+    _, weights, whole = run(max_steps=40, **settings)
+    assert [whole.rates[s] for s in (0, 8, 9, 10)] == pytest.approx([0.005, 0.045, 0.05, 0.05])  # 10 updates long
+    t, _, first = run(max_steps=stop, **settings)
+    t.save_checkpoint(tmp_path / "end.ckpt")
+    _, again, then = run(ckpt=tmp_path / "end.ckpt", max_steps=40, **settings)
+    assert {**first.rates, **then.rates} == whole.rates
+    assert torch.equal(again, weights)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stop", [1, 4, 6, 7])
 def test_stopped_by_a_limit_after_any_step_it_goes_on_as_if_never_stopped(tmp_path, accumulate, stop):
@@ -173,31 +232,30 @@ def test_stopped_by_a_limit_after_any_step_it_goes_on_as_if_never_stopped(tmp_pa
     assert torch.equal(again, weights)
 
 
-def stop_and_go_on(tmp_path, batch_size, stop):
-    """On each rank: a whole run, and one stopped and resumed. Returns their weights and what the rank learned from."""
-    world = dist.get_world_size()
-    settings = {"devices": world, "strategy": "ddp", "max_epochs": 2, "accumulate_grad_batches": 3}
-    data = {"batch_size": batch_size}
-    _, weights, diary = run(data=data, dropout=0.2, **settings)
-    t, _, first = run(data=data, max_steps=stop, **settings)
-    t.save_checkpoint(tmp_path / "end.ckpt")
-    _, again, then = run(ckpt=tmp_path / "end.ckpt", data=data, **settings)
-    return (
-        weights,
-        again,
-        diary.steps,
-        {**first.steps, **then.steps},
-        diary.validations,
-        first.validations + then.validations,
-    )
+def stop_and_go_on(tmp_path, accumulate, optimizer, stops):
+    """On each rank: a whole run, and ones stopped and resumed, which agree in weights, rows and validations."""
+    settings = {"devices": 2, "strategy": "ddp", "max_epochs": 2, "accumulate_grad_batches": accumulate}
+    settings |= {"data": {"batch_size": 12 // accumulate, "num_workers": 0}, "optimizer": optimizer}
+    t, weights, diary = run(**settings)
+    for stop in stops or range(1, t.global_step):
+        t, _, first = run(max_steps=stop, **settings)
+        t.save_checkpoint(tmp_path / "end.ckpt")
+        _, again, then = run(ckpt=tmp_path / "end.ckpt", **settings)
+        assert torch.equal(weights, again), f"weights after a stop at step {stop}"
+        assert {**first.steps, **then.steps} == diary.steps, f"rows after a stop at step {stop}"
+        assert first.validations + then.validations == diary.validations, f"validations after a stop at step {stop}"
 
 
-@pytest.mark.parametrize("stop", [2, 4])
-def test_two_processes_resume_bit_equal(tmp_path, stop):
-    for weights, again, steps, then, validations, validated in on_ranks(2, stop_and_go_on, tmp_path, 4, stop):
-        assert torch.equal(weights, again)
-        assert steps == then
-        assert validations == validated
+@pytest.mark.parametrize(("optimizer", "stops"), [(momentum, [2]), (adam, [4])])
+def test_two_processes_resume_bit_equal(tmp_path, optimizer, stops):
+    on_ranks(2, stop_and_go_on, tmp_path, 3, optimizer, stops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_processes_resume_bit_equal_after_any_step(tmp_path, accumulate, optimizer):
+    on_ranks(2, stop_and_go_on, tmp_path, accumulate, optimizer, None, timeout=300)
 
 
 def go_on(path, batch_size, accumulate):
@@ -244,6 +302,24 @@ def test_what_changes_the_rows_of_a_step_is_refused_and_named(tmp_path, what):
         run(ckpt=path, max_epochs=2, **CHANGES[what])
     t, *_ = run(ckpt=path, max_epochs=2, allow_changed=True, **CHANGES[what])
     assert t.current_epoch == 2
+
+
+def test_a_folder_of_data_with_one_more_file_is_refused(tmp_path):
+    def table():
+        return {"source": TableSource(str(tmp_path / "data"), target="y")}
+
+    (tmp_path / "data").mkdir()
+    source_of("csv", 105, tmp_path / "data")
+    t, *_ = run(data=table(), max_epochs=2, max_steps=4)
+    t.save_checkpoint(tmp_path / "end.ckpt")
+    (tmp_path / "data" / "more.csv").write_bytes((tmp_path / "data" / "rows.csv").read_bytes())
+    with pytest.raises(ValueError, match=r"(?s)Saved → now.*training rows: 84 → 168.*source rows: 105 → 210"):
+        run(ckpt=tmp_path / "end.ckpt", data=table(), max_epochs=2)
+
+
+def test_an_effective_batch_that_changes_during_a_run_is_refused():
+    with pytest.raises(ValueError, match="GradientAccumulationScheduler changes the effective batch"):
+        run(extra=[lambda _: GradientAccumulationScheduler({1: 2})], max_epochs=2)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Going on from the command line: --resume, --resume auto, --ckpt_path, --init_weights, and who wins."""
+"""Going on from the command line: --resume, --resume auto, --ckpt_path, --init_weights, who wins: RES-05, CLI-04."""
 
 import csv
 import json
@@ -7,15 +7,18 @@ import platform
 import shutil
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.cli import main
 
 SMALL = """
 model:
   net: {class_path: project.models.LinearModel, init_args: {out_features: 1}}
+  metrics: {r2: {class_path: torchmetrics.R2Score}}
 data:
   source: {class_path: project.data.sources.SyntheticSource, init_args: {rows: 500, features: 3}}
   batch_size: 8
@@ -59,30 +62,162 @@ def snapshot(folder):
     return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(folder).rglob("*") if p.is_file()}
 
 
-def test_resume_goes_on_in_the_same_folder_as_if_never_stopped(run):
-    assert run("--run_dir", "whole")[0] == 0
-    assert run("--run_dir", "cut", "--max_steps", "37")[0] == 0
-    code, out, _ = run("--resume", "cut", "--max_steps", "-1", config=None)
+OF_THE_MACHINE = ("rows_per_s", "steps_per_s", "memory_mb")
+
+
+def logged(folder):
+    """What metrics.csv holds, a row a step: all but speed and memory. Its steps rise."""
+    found = [{n: float(v) for n, v in row.items() if v and n not in OF_THE_MACHINE} for row in rows(folder)]
+    steps = [row["step"] for row in found]
+    assert steps == sorted(set(steps))
+    return {row.pop("step"): row for row in found}
+
+
+def curves(folder):
+    """What TensorBoard shows, a value for each step: all but speed and memory. No step is there twice."""
+    events = EventAccumulator(str(Path(folder) / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    found = {}
+    for tag in {*events.Tags()["scalars"]} - {*OF_THE_MACHINE}:
+        values = [(e.step, e.value) for e in events.Scalars(tag)]
+        if tag != "epoch":  # of each value's own event
+            assert len(values) == len(dict(values)), tag
+        found[tag] = dict(values)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that was never stopped; not to be written to."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "small.yaml").write_text(SMALL)
+    main(["--config", str(folder / "small.yaml"), "--run_dir", str(folder / "run")])
+    return folder / "run"
+
+
+def assert_same_record(folder, whole="whole"):
+    """Weights to the last bit; every value of every step in metrics.csv and TensorBoard; nothing besides."""
+    assert equal(last(whole), last(folder))
+    for record in (logged, curves):
+        a, b = record(whole), record(folder)
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-12), (record, key)
+
+
+def test_resume_goes_on_in_the_same_folder_as_if_never_stopped(run, whole):
+    assert run("--run_dir", "cut", "--max_steps", "37", "--limit_test_batches", "0")[0] == 0
+    assert {"train/loss"} < logged("cut")[37.0].keys()  # of the steps since the last report: nothing is lost meanwhile
+    code, out, _ = run("--resume", "cut", "--max_steps", "-1", "--limit_test_batches", "1.0", config=None)
     assert code == 0
     assert "resume      cut/checkpoints/last.ckpt, after optimizer step 37" in out
     assert "changed     trainer.max_steps: 37 → -1" in out
-    assert equal(last("whole"), last("cut"))
-    kept = {r["step"]: r for r in rows("cut")}
-    for row in rows("whole"):
-        values = {n: v for n, v in row.items() if n not in ("rows_per_s", "steps_per_s", "memory_mb")}
-        assert {n: kept[row["step"]].get(n) for n in values} == values
-    steps = [int(r["step"]) for r in rows("cut")]
-    assert steps == sorted(set(steps))
+    assert_same_record("cut", whole)
     assert Path("cut/config-until-step-37.yaml").exists()
 
 
-def test_a_complete_run_says_so_and_touches_nothing(run):
-    run("--run_dir", "done")
-    before = snapshot("done")
-    code, out, _ = run("--resume", "done", config=None)
+class FailsOnce(L.Callback):
+    """A bug of the user's in any hook."""
+
+    def __init__(self, hook: str, step: int, calls: int = 0) -> None:
+        self.step, self.calls = step, calls
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer, *_):
+        if trainer.global_step >= self.step and not Path("failed").exists():
+            self.calls -= 1
+            if self.calls < 0:
+                Path("failed").touch()
+                raise ArithmeticError("a bug of the user's")
+
+
+def failing(hook, step, calls=0):
+    arguments = f"{{hook: {hook}, step: {step}, calls: {calls}}}"
+    return ("--trainer.callbacks", f"[{{class_path: tests.test_resuming.FailsOnce, init_args: {arguments}}}]")
+
+
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [
+        ("on_train_batch_end", 37),
+        ("on_validation_epoch_end", 50),
+        ("on_test_epoch_end", 100),
+        pytest.param("on_train_batch_end", 40, marks=pytest.mark.slow),
+        pytest.param("on_validation_batch_end", 50, marks=pytest.mark.slow),
+        pytest.param("on_validation_end", 50, marks=pytest.mark.slow),
+        pytest.param("on_train_epoch_end", 50, marks=pytest.mark.slow),
+        pytest.param("on_train_epoch_end", 100, marks=pytest.mark.slow),
+        pytest.param("on_fit_end", 100, marks=pytest.mark.slow),
+    ],
+)
+def test_after_a_failure_in_any_hook_nothing_is_missing_and_nothing_doubled(run, whole, hook, step):
+    with pytest.raises(ArithmeticError):
+        run("--run_dir", "cut", *failing(hook, step))
+    code, out, _ = run("--resume", "cut", config=None)
     assert code == 0
-    assert "complete    done/checkpoints/last.ckpt" in out
-    assert snapshot("done") == before
+    assert "tested      best-step=100.ckpt, the best; 50 rows" in out
+    assert_same_record("cut", whole)
+    assert "complete" in run("--resume", "cut", config=None)[1]
+
+
+def test_a_failure_inside_an_accumulation_window_counts_its_micro_batches_once(run):
+    three = ("--accumulate_grad_batches", "3", "--log_every_n_steps", "4")
+    run("--run_dir", "whole", *three)
+    with pytest.raises(ArithmeticError):
+        run("--run_dir", "cut", *three, *failing("on_train_batch_end", 9, calls=2))
+    assert last("cut")["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"] == 29
+    assert run("--resume", "cut", config=None)[0] == 0
+    assert_same_record("cut")
+
+
+def test_rows_of_an_attempt_that_died_after_its_checkpoint_go_and_late_columns_come(run):
+    every = ("--checkpoint.every_n_train_steps", "30", "--max_epochs", "3")
+    run("--run_dir", "whole", *every)
+    with pytest.raises(ArithmeticError):
+        run("--run_dir", "cut", *every, *failing("on_train_batch_start", 55))
+    saved = torch.load("cut/checkpoints/last.ckpt", weights_only=True)
+    run("--run_dir", "older", *every, "--max_steps", "30", "--limit_test_batches", "0")
+    shutil.copy("older/checkpoints/last.ckpt", "cut/checkpoints/last.ckpt")  # as if killed: the end was not saved
+    assert saved["global_step"] == 55
+    assert run("--resume", "cut", config=None)[0] == 0
+    assert_same_record("cut")
+
+
+def test_the_line_of_an_epoch_tells_only_how_fast_this_attempt_was(run):
+    run("--run_dir", "cut", "--max_epochs", "1")
+    _, out, _ = run("--resume", "cut", "--max_epochs", "2", config=None)
+    first, second = (line for line in out.splitlines() if line.startswith("epoch "))
+    assert "rows/s" not in first  # it was over before
+    assert "train/r2" in first
+    assert "rows/s" in second
+
+
+def test_a_rerun_of_a_saved_config_bears_the_name_of_its_experiment(run):
+    _, out, _ = run("--max_steps", "5")
+    (folder,) = Path("runs/small").iterdir()
+    _, out, _ = run("--max_steps", "6", config=str(folder / "config.yaml"))
+    assert "run folder  runs/small/" in out
+    assert len([*Path("runs/small").iterdir()]) == 2
+
+
+def test_another_score_to_monitor_leaves_the_old_best_under_a_name_that_says_so(run):
+    run("--run_dir", "cut", "--max_epochs", "1")
+    code, out, _ = run("--resume", "cut", "--max_epochs", "2", "--checkpoint.monitor", "val/r2", config=None)
+    assert code == 0
+    assert "best-step=50.ckpt, the best by val/loss (min), is kept as best-val-loss-step=50.ckpt" in out
+    assert "the best by val/r2 (max) and last.ckpt" in out  # R² knows that more is better
+    assert {p.name for p in Path("cut/checkpoints").iterdir()} == {
+        "last.ckpt",
+        "best-step=100.ckpt",
+        "best-val-loss-step=50.ckpt",
+    }
+
+
+def test_a_complete_run_says_so_and_touches_nothing(run, whole):
+    before = snapshot(whole)
+    code, out, _ = run("--resume", str(whole), config=None)
+    assert code == 0
+    assert f"complete    {whole}/checkpoints/last.ckpt" in out
+    assert snapshot(whole) == before
 
 
 def test_larger_limits_go_on(run):
@@ -142,28 +277,26 @@ def test_resume_auto_does_not_replace_what_is_not_a_run(run):
     assert Path("job/thesis.tex").read_text() == "years of work"
 
 
-def test_ckpt_path_goes_on_in_a_new_folder_and_leaves_the_old_one(run):
-    run("--run_dir", "whole")
+def test_ckpt_path_goes_on_in_a_new_folder_and_leaves_the_old_one(run, whole):
     run("--run_dir", "cut", "--max_steps", "37")
     before = snapshot("cut")
     assert run("--ckpt_path", "cut/checkpoints/last.ckpt", "--run_dir", "next")[0] == 0
-    assert equal(last("whole"), last("next"))
+    assert equal(last(whole), last("next"))
     assert snapshot("cut") == before
 
 
-def test_a_moved_run_folder_resumes(run):
-    run("--run_dir", "whole")
+def test_a_moved_run_folder_resumes(run, whole):
     run("--run_dir", "cut", "--max_steps", "37")
     shutil.move("cut", "elsewhere")
     assert run("--resume", "elsewhere", "--max_steps", "-1", config=None)[0] == 0
-    assert equal(last("whole"), last("elsewhere"))
+    assert equal(last(whole), last("elsewhere"))
 
 
-def test_init_weights_starts_a_new_run_from_weights_alone(run):
-    run("--run_dir", "first")
-    code, _, _ = run("--init_weights", "first/checkpoints/last.ckpt", "--run_dir", "second", "--optimizer.lr", "0")
+def test_init_weights_starts_a_new_run_from_weights_alone(run, whole):
+    path = str(whole / "checkpoints" / "last.ckpt")
+    code, _, _ = run("--init_weights", path, "--run_dir", "second", "--optimizer.lr", "0")
     assert code == 0
-    assert equal(last("first"), last("second"))
+    assert equal(last(whole), last("second"))
     assert last("second")["global_step"] == 100
 
 

@@ -3,6 +3,8 @@
 import logging
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
 if TYPE_CHECKING:
     from project.data.datamodule import StreamDataModule
 
@@ -43,10 +45,15 @@ def check_windows(data: "StreamDataModule") -> None:
     """A limit or a validation inside an accumulation window: whole numbers are refused, fractions rounded, with a line.
 
     Raises:
-        ValueError: With the nearest number that does not cut a window.
+        ValueError: With the nearest number that does not cut a window; for a callback that changes the window.
     """
     trainer = data.trainer_in_use
     window = trainer.accumulate_grad_batches
+    if any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):
+        raise ValueError(
+            "GradientAccumulationScheduler changes the effective batch during a run, so that it cannot be resumed.\n"
+            "Leave it out of --trainer.callbacks; --accumulate_grad_batches holds for the whole run."
+        )
     if window == 1 or trainer.fast_dev_run:
         return
     length, limit = len(data.shares("train")), trainer.limit_train_batches

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 
 from project.engine.sharding import own_shard
 
@@ -45,7 +46,7 @@ class Checkpoints(Checkpoint):
 
     Args:
         monitor: Logged value that decides which checkpoints are the best.
-        mode: Whether the best value is the smallest ("min") or the largest ("max").
+        mode: Whether the best value is the smallest ("min") or the largest ("max"). [what the metric says of itself]
         save_top_k: How many of the best to keep beside ``last.ckpt``; 0 keeps none, -1 all.
         every_n_train_steps: Also save ``last.ckpt`` every so many optimizer steps.
         train_time_interval: Also save ``last.ckpt`` whenever this much time has passed.
@@ -54,7 +55,7 @@ class Checkpoints(Checkpoint):
     def __init__(
         self,
         monitor: str = "val/loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         save_top_k: int = 1,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = timedelta(minutes=10),
@@ -89,6 +90,7 @@ class Checkpoints(Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
+            self.follow(pl_module)
             mine = self.dirpath or Path(trainer.default_root_dir, "checkpoints")
             self.dirpath = Path(trainer.strategy.broadcast(str(mine)))
             if trainer.is_global_zero:
@@ -96,13 +98,22 @@ class Checkpoints(Checkpoint):
                     for leftover in self.dirpath.glob(name):
                         leftover.unlink()
 
+    def follow(self, module: L.LightningModule) -> None:
+        """Settle ``mode`` where it was left open: less is better of a loss, and a metric of ours knows."""
+        if self.mode is None:
+            scores_of = getattr(module, "scores_of", None)  # of a Module
+            metrics = {f"val/{name}": metric for name, metric in scores_of("val").metrics.items()} if scores_of else {}
+            higher = getattr(metrics.get(self.monitor), "higher_is_better", None)
+            if self.monitor.endswith("loss") or higher is not None:
+                self.mode = "max" if higher else "min"
+
     # ---- when
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_time = time.monotonic()
         self._saved_step = trainer.global_step if trainer.ckpt_path else -1
         self._first_step = trainer.global_step
-        self._every = trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
+        self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -132,6 +143,11 @@ class Checkpoints(Checkpoint):
             raise ValueError(
                 f"--checkpoint.monitor {self.monitor}: no such value comes from validation, only {', '.join(names)}.\n"
                 "Choose one of these, or keep last.ckpt alone with --checkpoint.save_top_k 0."
+            )
+        if self.save_top_k and self.mode is None:
+            raise ValueError(
+                f"--checkpoint.monitor {self.monitor}: nothing tells whether less or more of it is better.\n"
+                "Say --checkpoint.mode min or --checkpoint.mode max."
             )
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -165,13 +181,12 @@ class Checkpoints(Checkpoint):
         last = self._path("last.ckpt")
         for logger in trainer.loggers:
             logger.save()  # what was logged up to this step must not die with the process if the step does not
-        trainer.save_checkpoint(last)
+        # In this order a kill leaves no best that last.ckpt does not know of: the same save is made again on resuming.
+        trainer.save_checkpoint(self._path(name) if name else last)
+        for old in dropped:
+            trainer.strategy.remove_checkpoint(self._path(old))
         if name:
-            self._keep(trainer, last, self._path(name))
-        if trainer.is_global_zero:
-            for old in dropped:
-                with contextlib.suppress(FileNotFoundError):  # the user may have moved it
-                    self._path(old).unlink()
+            self._also(trainer, self._path(name), last)
 
     def _finite(self, trainer: L.Trainer) -> bool:
         # buffers too: running statistics of a BatchNorm go wrong in the forward pass, before any update
@@ -192,14 +207,14 @@ class Checkpoints(Checkpoint):
         self.best = dict(kept)
         return (name if name in self.best else ""), dropped
 
-    def _keep(self, trainer: L.Trainer, last: Path, path: Path) -> None:
+    def _also(self, trainer: L.Trainer, written: Path, path: Path) -> None:
         """The file just written under a second name, without a second write where the disk can do that."""
         linked = False
-        if trainer.is_global_zero and last.is_file():
+        if trainer.is_global_zero and written.is_file():
             unfinished = path.with_name(path.name + ".tmp")
             with contextlib.suppress(OSError):  # no hard links on this disk: write again
                 unfinished.unlink(missing_ok=True)
-                os.link(last, unfinished)
+                os.link(written, unfinished)
                 os.replace(unfinished, path)
                 linked = True
         if not trainer.strategy.broadcast(linked):
@@ -209,5 +224,18 @@ class Checkpoints(Checkpoint):
         return {"monitor": self.monitor, "mode": self.mode, "best": dict(self.best)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self.mode) and self.dirpath is not None:
-            self.best = {n: s for n, s in state_dict["best"].items() if self._path(n).exists()}
+        if self.dirpath is None:
+            return
+        there = {n: s for n, s in state_dict["best"].items() if self._path(n).exists()}
+        if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self.mode):
+            self.best = there
+        else:
+            self._set_aside(there, **state_dict)
+
+    @rank_zero_only
+    def _set_aside(self, names: dict[str, float], monitor: str, mode: str, best: dict[str, float]) -> None:
+        """The best by another score compare with nothing that is to come: they are kept under a name that says so."""
+        for name in names:
+            kept = name.replace("best-", f"best-{monitor.replace('/', '-')}-", 1)
+            os.replace(self._path(name), self._path(kept))
+            print(f"checkpoints {name}, the best by {monitor} ({mode}), is kept as {kept}")

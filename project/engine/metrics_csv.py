@@ -17,7 +17,7 @@ class MetricsCSV(Logger):
     """A Lightning logger that appends to ``metrics.csv`` in the run folder; on disk at least once a second.
 
     Values logged at the same step share a row. A column that first appears late is added to the header once; rows that
-    are there stay as they are. On resuming, rows after the step resumed from belong to the attempt that died and go.
+    are there stay as they are. On resuming, what was logged after the checkpoint is of the attempt that died and goes.
 
     Args:
         folder: The run folder.
@@ -92,17 +92,29 @@ class MetricsCSV(Logger):
     def finalize(self, status: str) -> None:
         self.save()
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """What is logged of the current step so far; ``Resume`` stores it and logs it again."""
+        return dict(self._row)
+
     @rank_zero_only
-    def rewind(self, step: int) -> None:
-        """Drop the rows after ``step``, the one resumed from; what is logged again at it goes into its row."""
+    def rewind(self, step: int, row: dict[str, Any] | None = None) -> None:
+        """Drop the rows after ``step``, the one resumed from; what is logged again at it goes into its row.
+
+        Args:
+            step: The optimizer step of the checkpoint.
+            row: What its row held when it was saved, in place of what the end of that attempt made of it. The test
+                scores stay: no run repeats them.
+        """
         self._open()
         if not self.path.exists():
             return
         rows = self._read()
-        self._rewrite([row for row in rows if int(row["step"]) < step])
-        for row in rows:
-            if int(row["step"]) == step:
-                self._row = {**{name: value for name, value in row.items() if value}, "step": step}
+        self._rewrite([r for r in rows if int(r["step"]) < step])
+        held = next(({n: value for n, value in r.items() if value} for r in rows if int(r["step"]) == step), {})
+        if row is not None:
+            held = row | {n: value for n, value in held.items() if n.startswith("test/")}
+        self._row = {**held, "step": step} if held else {}
 
     def _read(self) -> list[dict[str, str]]:
         """The rows on the disk, without a last line that was cut short by a kill."""

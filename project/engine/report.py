@@ -37,6 +37,9 @@ class Report(L.Callback):
         self._rows: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []  # predictions and targets
         self._held = 0  # numbers in them
+        self._rows_before = 0  # ``rows_used`` when the epoch began, or training in it
+        self._rows_reported = 0  # ``rows_used`` at the last report
+        self._state: dict[str, Any] = {}  # when training ended, or of a checkpoint
         self._pending = torch.zeros(2, dtype=torch.float64)  # loss x rows and rows of all ranks: since the last report
         self._epoch = torch.zeros(2, dtype=torch.float64)  # … and since the epoch began
         self._measure: Callable[[str, Tensor, Tensor], None] | None = None
@@ -56,7 +59,9 @@ class Report(L.Callback):
         self.first_step = trainer.global_step
         self._measure = getattr(pl_module, "measure", None)
         self._trainer = trainer
-        self._reported_batch = done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if (scores := self._state.get("scores")) and (scores_of := getattr(pl_module, "scores_of", None)):
+            scores_of("train").restore(scores)
+        self._reported_batch = done = _ready(trainer)
         self._begin_epoch(trainer, done)  # Lightning leaves out on_train_epoch_start when it resumes inside an epoch
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -65,6 +70,7 @@ class Report(L.Callback):
     def _begin_epoch(self, trainer: L.Trainer, done: int) -> None:
         self._stream = getattr(trainer.datamodule, "train_stream", None)  # type: ignore[attr-defined]
         self._epoch_started, self._number = time.monotonic(), trainer.current_epoch
+        self._rows_before = self.rows_used
         self._title = f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}"
         self._screen.begin(self._title, done)
 
@@ -91,21 +97,29 @@ class Report(L.Callback):
         if self._screen.due():
             self._screen.show(self._title, batch_idx + 1, trainer.num_training_batches, self._words(trainer))
 
-    def _measure_steps(self) -> None:
-        """Hand the rows held to the metrics of training; of the steps only losses and rows stay."""
-        for pred, target in self._pairs:
+    def _measure_steps(self, later: int = 0) -> None:
+        """Hand the rows held to the metrics of training; the last ``later`` micro-batches wait."""
+        whole = max(0, len(self._pairs) - later)
+        for pred, target in self._pairs[:whole]:
             assert self._measure is not None
             self._measure("train", pred, target)
-        self._pairs, self._held = [], 0
+        self._pairs = self._pairs[whole:]
+        self._held = sum(pred.numel() for pred, _ in self._pairs)
 
-    def _collect(self, trainer: L.Trainer) -> float:
+    def _unfinished(self, trainer: L.Trainer) -> int:
+        """Micro-batches since the last optimizer step: a resumed run does them again, as the weights lack them."""
+        done: int = getattr(trainer.fit_loop.epoch_loop.batch_progress.current, "processed", 0)
+        return 0 if done >= trainer.num_training_batches else done % trainer.accumulate_grad_batches
+
+    def _collect(self, trainer: L.Trainer, later: int = 0) -> float:
         """Bring what was left on the devices of all ranks to the host: one wait, one reduction. All ranks take part.
 
-        Returns the most memory that any rank holds, in MB.
+        The ``later`` last micro-batches stay where they are. Returns the most memory that any rank holds, in MB.
         """
-        self._measure_steps()
-        rows = torch.tensor(self._rows, dtype=torch.float64)
-        losses = torch.stack(self._losses).cpu().double() if self._losses else rows
+        self._measure_steps(later)
+        whole = max(0, len(self._losses) - later)
+        rows = torch.tensor(self._rows[:whole], dtype=torch.float64)
+        losses = torch.stack(self._losses[:whole]).cpu().double() if whole else rows
         memory = torch.zeros(trainer.world_size, dtype=torch.float64)  # a place for each rank: a sum brings them all
         memory[trainer.global_rank] = self.memory.read(trainer.global_step)
         # Lightning has divided each loss by the micro-batches of a step.
@@ -117,34 +131,38 @@ class Report(L.Callback):
         self._pending += total
         self._epoch += total
         self.rows_used += int(total[1])
-        self._losses, self._rows = [], []
+        self._losses, self._rows = self._losses[whole:], self._rows[whole:]
         return float(memory.max())
 
     def _report(self, trainer: L.Trainer, batches: int) -> None:
         """Average what came since the last report and send it to every logger; ``batches`` of the epoch are done."""
         memory = self._collect(trainer)
         now, (loss, rows) = time.monotonic(), self._pending.tolist()
-        seconds, steps = (
-            max(1e-9, now - self._reported),
-            (batches - self._reported_batch) / trainer.accumulate_grad_batches,
-        )
-        values = {"train/loss": loss / rows, "rows_per_s": rows / seconds} if rows > 0 else {}
+        seconds = max(1e-9, now - self._reported)
+        steps = (batches - self._reported_batch) / trainer.accumulate_grad_batches
+        values = {"train/loss": loss / rows} if rows > 0 else {}
+        if used := self.rows_used - self._rows_reported:  # without those of before a resume
+            values["rows_per_s"] = used / seconds
         values |= {"steps_per_s": steps / seconds, "memory_mb": memory}
         if (reserved := self.memory.reserved()) is not None:  # pragma: cuda
             values["memory_reserved_mb"] = reserved
         for optimizer in trainer.optimizers[:1]:
             values["lr"] = float(optimizer.param_groups[0]["lr"])
         self._pending.zero_()
-        self._reported, self._reported_batch = now, batches
+        self._reported, self._reported_batch, self._rows_reported = now, batches, self.rows_used
         self._send(trainer, values)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a report after a resume must know of the steps before it: sums of losses and rows."""
+        """What a report after a resume must know of the steps before it: losses, rows, the states of the metrics."""
         if self._trainer is not None:
-            self._collect(self._trainer)
-        return {"pending": self._pending.tolist(), "epoch": self._epoch.tolist()}
+            self._collect(self._trainer, self._unfinished(self._trainer))
+            scores_of = getattr(self._trainer.lightning_module, "scores_of", None)
+            scores = [] if scores_of is None else scores_of("train").state()
+            self._state = {"pending": self._pending.tolist(), "epoch": self._epoch.tolist(), "scores": scores}
+        return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict
         self._pending = torch.tensor(state_dict["pending"], dtype=torch.float64)
         self._epoch = torch.tensor(state_dict["epoch"], dtype=torch.float64)
 
@@ -156,7 +174,7 @@ class Report(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         cut = not progress.is_last_batch  # by a limit: reported when whole
-        self._collect(trainer)
+        self._collect(trainer, self._unfinished(trainer))
         if self._pending[1] > 0 and not cut:
             self._report(trainer, progress.current.ready)
         self._reported_batch = progress.current.ready if cut else 0
@@ -170,18 +188,22 @@ class Report(L.Callback):
             self._epoch.zero_()
         words = [f"{n.replace('epoch_', '')} {v:.5g}" for n, v in values.items()]
         words += [f"{n} {float(v):.5g}" for n, v in trainer.callback_metrics.items() if n.startswith("val/")]
-        words += [f"{rows / max(time.monotonic() - self._epoch_started, 1e-9):,.0f} rows/s"] if rows else []
+        seconds, used = max(time.monotonic() - self._epoch_started, 1e-9), self.rows_used - self._rows_before
+        words += [f"{used / seconds:,.0f} rows/s"] if used else []
         self._screen.line(f"{self._title}  " + "  ".join(words))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.state_dict()  # for those who save after this; the report below is theirs only
         self._trainer = None
+        if self.first_step is None:  # a finished run that had no more to train
+            self._reported_batch, self._number = _ready(trainer), trainer.current_epoch
         if self._pending[1] > 0:  # after the last checkpoint, whose next report they will be part of
-            self._report(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            self._report(trainer, _ready(trainer))
 
     def _words(self, trainer: L.Trainer) -> str:
         words, last = [f"step {trainer.global_step:,}"], self.last
         if "train/loss" in last:
-            words += [f"loss {last['train/loss']:.4g}", f"{last['rows_per_s']:,.0f} rows/s"]
+            words += [f"loss {last['train/loss']:.4g}", f"{last.get('rows_per_s', 0):,.0f} rows/s"]
         return "  ".join([*words, f"{self.memory.read(trainer.global_step):,.0f} MB"])
 
     # ---- evaluation and prediction
@@ -225,6 +247,11 @@ class Report(L.Callback):
     def _ends_epoch(self, trainer: L.Trainer) -> bool:
         """The line of the epoch is about to tell the same values."""
         return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _ready(trainer: L.Trainer) -> int:
+    """Micro-batches of this epoch that were begun."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def _rows_of(batch: Any) -> int:

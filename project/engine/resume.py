@@ -41,8 +41,12 @@ class Resume(L.Callback):
     def __init__(self, allow_changed: bool = False, optimizer_values: dict[str, Any] | None = None) -> None:
         self.allow_changed, self.optimizer_values = allow_changed, optimizer_values or {}
         self._last_step: int | None = None
+        self._again: tuple[dict[str, float], int] = ({}, 0)  # what the loggers knew of the step resumed from, and that
         self._scores: dict[str, float] = {}  # of the last validation before the stop, for callbacks that look at them
         self._cut_epoch = False
+        self._before_validation: dict[str, float] | None = (
+            None  # while one runs, what was logged of this step before it
+        )
 
     # ---- random numbers
 
@@ -84,9 +88,19 @@ class Resume(L.Callback):
             "epoch_done": done >= trainer.num_training_batches,
             "validation_due": self._validation_due(trainer),
             "scores": {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1},
+            "row": self._row(trainer) if self._before_validation is None else self._before_validation,
             "stopped_early": any(isinstance(c, EarlyStopping) and c.stopped_epoch for c in _callbacks(trainer)),
             **_identity(data),
         }
+
+    def _row(self, trainer: L.Trainer) -> dict[str, float]:
+        """What was logged of this step up to now: an attempt that ends here may still log more, which is not kept."""
+        row: dict[str, Any] = next((logger.row for logger in trainer.loggers if hasattr(logger, "row")), {})
+        return (
+            {n: v if isinstance(v, int) else float(v) for n, v in row.items() if n != "step"}
+            if row.get("step") == trainer.global_step
+            else {}
+        )
 
     def _validation_due(self, trainer: L.Trainer) -> bool:
         """Whether a validation belongs to the last optimizer step that has not finished yet."""
@@ -95,7 +109,7 @@ class Resume(L.Callback):
         if progress.processed % trainer.accumulate_grad_batches and progress.processed < trainer.num_training_batches:
             return False
         if trainer.validating:
-            return bool(loop.val_loop.batch_progress.current.completed < sum(loop.val_loop.max_batches))
+            return self._before_validation is not None
         # In on_train_batch_end a batch is processed but not completed, and its validation is still to come.
         fetcher = trainer.fit_loop._data_fetcher
         return progress.processed > progress.completed and fetcher is not None and loop._should_check_val_fx(fetcher)
@@ -110,6 +124,7 @@ class Resume(L.Callback):
             check_same(data, checkpoint)
         _rewrite_counters(trainer, data, checkpoint, saved)
         self._scores, self._cut_epoch = saved.get("scores", {}), saved["rows"] > 0
+        self._again = saved.get("row", {}), checkpoint["global_step"]
         if saved["validation_due"] and 0 <= trainer.max_steps <= checkpoint["global_step"]:
             # The validation after the very last step is still to come, but Lightning would not even enter its loop.
             self._last_step = trainer.max_steps
@@ -122,7 +137,17 @@ class Resume(L.Callback):
                     pl_module.lr_scheduler_step(config.scheduler, trainer.callback_metrics[str(config.monitor)])
             self._cut_epoch = False
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # TensorBoard drops what was logged from the step of the checkpoint on: what the checkpoint knows of it is back.
+        (row, step), self._again = self._again, ({}, 0)
+        for logger in trainer.loggers if row else ():
+            logger.log_metrics(row, step)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._before_validation = self._row(trainer)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._before_validation = None  # by now its scores are logged; whoever saves does so in this hook, after us
         if self._last_step is not None:
             trainer.fit_loop.epoch_loop.max_steps = self._last_step
             self._last_step = None

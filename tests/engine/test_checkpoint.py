@@ -1,4 +1,4 @@
-"""Checkpoint files: complete or absent, `last` and the best, and nothing sick among them."""
+"""Checkpoint files: complete or absent, `last` and the best, and nothing sick among them: CKP-01, CKP-02."""
 
 import os
 import subprocess
@@ -9,6 +9,8 @@ from datetime import timedelta
 import lightning as L
 import pytest
 import torch
+import torchmetrics
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from project.data.datamodule import StreamDataModule
@@ -79,6 +81,49 @@ def test_top_k_keeps_the_best_scores_in_order(tmp_path, mode, best):
     train(tmp_path, checkpoints, Scores(nn.Linear(3, 1)), max_epochs=4, num_sanity_val_steps=0)
     assert list(checkpoints.best.values()) == best
     assert len(names(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode"), [("val/loss", "min"), ("val/r2", "max"), ("val/mae", "min"), ("val_loss", "min"), ("x", None)]
+)
+def test_what_is_better_follows_from_the_score(monitor, mode):
+    module = Module(nn.Linear(3, 1), metrics={"r2": torchmetrics.R2Score(), "mae": torchmetrics.MeanAbsoluteError()})
+    checkpoints = Checkpoints(monitor=monitor)
+    checkpoints.follow(module)
+    assert checkpoints.mode == mode
+    typed = Checkpoints(monitor=monitor, mode="max")
+    typed.follow(module)
+    assert typed.mode == "max"
+
+
+def test_where_nothing_tells_what_is_better_it_must_be_said(tmp_path):
+    class Logs(Module):
+        def on_validation_epoch_end(self):
+            self.log("val/score", 1.0)
+
+    with pytest.raises(ValueError, match=r"val/score: nothing tells .*\n.*--checkpoint.mode min or"):
+        train(tmp_path, Checkpoints(monitor="val/score"), Logs(nn.Linear(3, 1)))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("at", ["unlink", "link"])
+def test_a_kill_between_the_files_of_one_save_leaves_none_that_nobody_knows(tmp_path, monkeypatch, at):
+    checkpoints = Checkpoints()
+    train(tmp_path, checkpoints, max_epochs=1)
+    place = (Checkpoints, "_also") if at == "link" else (SingleDeviceStrategy, "remove_checkpoint")
+
+    def killed(*_):
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, killed)
+        patch.setattr(Checkpoints, "on_exception", lambda *_: None)
+        with pytest.raises(SystemExit):
+            train(tmp_path, Checkpoints(), max_epochs=2, ckpt=checkpoints.last_path)
+    assert load(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 32
+    again = Checkpoints()
+    train(tmp_path, again, max_epochs=2, ckpt=checkpoints.last_path)
+    assert names(tmp_path) == ["best-step=64.ckpt", "last.ckpt"]
 
 
 def test_a_score_that_is_not_finite_is_never_the_best(tmp_path):

@@ -51,6 +51,20 @@ def test_a_resumed_run_continues_and_drops_what_the_dead_attempt_wrote_after_its
     ]
 
 
+def test_a_row_goes_back_to_what_it_was_when_the_checkpoint_was_saved_but_for_the_test_scores(tmp_path):
+    log = MetricsCSV(tmp_path)
+    log.log_metrics({"loss": 1.0}, step=10)
+    log.log_metrics({"loss": 2.0, "val": 3.0, "test/r2": 0.5}, step=17)
+    log.finalize("success")
+    again = MetricsCSV(tmp_path)
+    again.rewind(17, {"val": 3.0})
+    again.finalize("success")
+    assert [list(r.values()) for r in read(tmp_path)] == [["10", "1.0", "", ""], ["17", "", "3.0", "0.5"]]
+    again.rewind(10, {})
+    again.finalize("success")
+    assert read(tmp_path) == []
+
+
 def test_a_row_on_the_disk_still_grows_while_its_step_lasts(tmp_path):
     log = MetricsCSV(tmp_path)
     log.log_metrics({"loss": 1.0}, step=10)

@@ -15,8 +15,11 @@ from project.data.sources import SyntheticSource
 from project.engine.memory import peak_memory
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.report import Report
+from project.engine.resume import Resume
 from project.engine.screen import Screen
 from project.module import Module
+from project.scores import Scores
+from tests.ranks import on_ranks
 
 
 def train(tmp_path, report, module=None, callbacks=(), data=None, rows=500, **trainer):
@@ -134,8 +137,6 @@ def test_every_row_has_the_rate_of_learning_speed_and_memory(tmp_path):
 def test_a_resumed_report_knows_the_steps_before_the_stop(tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from project.engine.resume import Resume
-
     _, whole = train(tmp_path, Report(False), callbacks=[Resume()], max_epochs=1)
     (tmp_path / "cut").mkdir()
     stop = ModelCheckpoint(tmp_path / "cut", filename="stop", every_n_train_steps=7)
@@ -169,6 +170,61 @@ def test_a_resumed_report_knows_the_steps_before_the_stop(tmp_path):
             [r for r in whole if r[name]], [r for r in rows if r[name] and int(r["step"]) > 7], strict=True
         ):
             assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-6), (name, a["step"])
+
+
+def part_of_a_run(folder, world, ckpt=None, **limits):
+    """On each rank: 6 optimizer steps of 64 rows an epoch, from ``ckpt`` or anew. Returns the rows of metrics.csv."""
+    L.seed_everything(0)
+    module = Module(nn.Linear(3, 1), metrics={"r2": torchmetrics.R2Score(), "pearson": torchmetrics.PearsonCorrCoef()})
+    log = MetricsCSV(folder)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy="ddp" if world > 1 else "auto",
+        logger=log,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[Report(False), Resume()],
+        log_every_n_steps=4,
+        max_epochs=1,
+        **limits,
+    )
+    data = StreamDataModule(SyntheticSource(rows=500, features=3), split=(0.8, 0.2, 0.0), batch_size=64 // world)
+    trainer.fit(module, data, ckpt_path=ckpt, weights_only=True)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    if trainer.global_rank == 0:
+        with open(folder / "metrics.csv", newline="") as file:
+            return list(csv.DictReader(file))
+    return None
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_metrics_of_a_cut_epoch_are_of_all_its_rows_on_another_number_of_processes_too(tmp_path, before, after):
+    for name in ("whole", "cut", "next"):
+        (tmp_path / name).mkdir()
+    whole = on_ranks(after, part_of_a_run, tmp_path / "whole", after)[0]
+    on_ranks(before, limited, tmp_path / "cut", before)
+    rows = on_ranks(after, part_of_a_run, tmp_path / "next", after, tmp_path / "cut" / "end.ckpt")[0]
+    names = ["train/loss", "train/epoch_loss", "train/r2", *(["train/pearson"] if before <= after else [])]
+    for name in names:  # Pearson's correlation has no way to merge what two processes hold
+        a, b = ({r["step"]: float(r[name]) for r in found if r[name] and r["step"] != "3"} for found in (whole, rows))
+        assert a == pytest.approx(b, rel=1e-12 if before == after else 1e-5), name
+
+
+def test_a_metric_that_cannot_go_on_with_fewer_processes_says_so_once(caplog):
+    scores = Scores({"pearson": torchmetrics.PearsonCorrCoef(), "r2": torchmetrics.R2Score()})
+    x = torch.arange(8.0)
+    scores.update(x, x.square())
+    again = Scores({"pearson": torchmetrics.PearsonCorrCoef(), "r2": torchmetrics.R2Score()})
+    again.restore([*scores.state(), *scores.state()])
+    assert caplog.messages == ["train/pearson cannot go on with fewer devices: its value misses rows of this epoch"]
+    once, (twice, rows) = scores.take()[0], again.take()
+    assert (rows, float(twice["r2"])) == (16, pytest.approx(float(once["r2"])))
+
+
+def limited(folder, world):
+    part_of_a_run(folder, world, max_steps=3)
 
 
 @pytest.mark.gpu
