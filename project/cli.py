@@ -10,7 +10,15 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningCLI
 
 from project.data.datamodule import StreamDataModule
-from project.devices import check_devices, check_strategy, device_words, follow_launcher, is_rank_zero, strategy
+from project.devices import (
+    check_devices,
+    check_strategy,
+    device_words,
+    follow_launcher,
+    is_rank_zero,
+    plugins,
+    strategy,
+)
 from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
 from project.engine.lean import NoProfiler, spare
 from project.engine.metrics_csv import MetricsCSV
@@ -122,6 +130,7 @@ class CLI(LightningCLI):
         if every := self.config.val_every_n_steps:  # Lightning counts micro-batches
             config.update(val_check_interval=every * config["accumulate_grad_batches"], check_val_every_n_epoch=None)
         config["strategy"] = strategy(config, self.model, self.datamodule)
+        config["plugins"] = plugins(config["plugins"])
         bare, dry = config["barebones"], config["barebones"] or config["fast_dev_run"]
         own_bar = any(isinstance(c, ProgressBar) for c in callbacks)
         self.report = Report(draw=config["enable_progress_bar"] is not False and not own_bar)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -17,6 +18,7 @@ from project.module import Module
 from project.usage import UsageError
 
 MODEL_PARALLEL = "model_parallel"
+STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def why_no_gpu() -> str:
@@ -177,6 +179,18 @@ def strategy(config: Any, model: Any, data: Any) -> Any:
     return chosen
 
 
+def plugins(given: Any) -> Any:
+    """Under ``srun``, also Lightning's SLURM environment, without its requeueing: that is the job script's part."""
+    chosen = list(given) if isinstance(given, list) else [given] if given else []
+    elsewhere = "TORCHELASTIC_RUN_ID" in os.environ or any(isinstance(p, ClusterEnvironment) for p in chosen)
+    if elsewhere or not SLURMEnvironment.detect():
+        return given
+    try:
+        return [*chosen, SLURMEnvironment(auto_requeue=False)]
+    except RuntimeError as e:  # variables of SLURM that contradict each other
+        raise UsageError(str(e)) from None
+
+
 def _count(devices: Any) -> int:
     """A number of devices; 0 for any other form."""
     return int(devices) if re.fullmatch(r"-1|\d+", str(devices).strip()) else 0
@@ -205,5 +219,11 @@ def follow_launcher(config: Any, typed: bool) -> None:
     if typed and str(config["devices"]) not in (str(local), "auto"):
         raise UsageError(
             f"--devices {_spelt(config['devices'])}, but torchrun started {local} processes here. Leave --devices out."
+        )
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get(STORE) == "True":
+        # torch 2.13 keeps one store for all attempts: restarted processes find the addresses of the dead, and hang
+        raise UsageError(
+            "torchrun --max_restarts: restarted processes may wait for dead ones for ever. Start it as\n"
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv_backend c10d ... (or --standalone, on one machine)."
         )
     config["devices"], config["num_nodes"] = local, world // local

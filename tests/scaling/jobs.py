@@ -1,9 +1,12 @@
 """Commands on several ranks: in forked processes, which cost little, or as a user starts them."""
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -66,3 +69,51 @@ def apart(one, other):
     (a, first), (b, second) = weights(one), weights(other)
     assert a == b
     return float((first - second).abs().max())
+
+
+# a net that takes its time, so that there is a middle of the run, and a checkpoint every three steps
+SLOW_NET = [*SMALL, "--model.net", "tests.faults.harness.Slow", "--checkpoint.every_n_train_steps", "3"]
+
+
+def start(*argv, cwd, launcher, screen, **env):
+    """Starts the command and leaves it running; what it says goes to the file ``screen``. It leads a session."""
+    with open(screen, "a") as out:
+        line = [*launcher, TRAIN, *map(str, argv)]
+        return subprocess.Popen(line, cwd=cwd, env=environment(**env), stdout=out, stderr=out, start_new_session=True)
+
+
+def until(happened, what, job, screen, timeout=120):
+    """Waits for something to happen while a job runs."""
+    end = time.monotonic() + timeout
+    while not happened():
+        assert job.poll() is None, f"the job ended before {what}:\n{Path(screen).read_text()}"
+        assert time.monotonic() < end, f"{what}: not in {timeout} s\n{Path(screen).read_text()}"
+        time.sleep(0.02)
+
+
+def saved(folder, after_step=0):
+    """Whether a run has a checkpoint after so many optimizer steps."""
+    try:
+        return weights(folder)[0] > after_step
+    except FileNotFoundError:
+        return False
+
+
+def workers(launcher):
+    """Processes by local rank that a torchrun has started."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher.pid and (rank := re.search(r"\0LOCAL_RANK=(\d+)", (folder / "environ").read_text())):
+                found[int(rank[1])] = int(folder.name)
+    return found
+
+
+def kill_all(job):
+    """As a power cut does: every process of the session dies at once."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ProcessLookupError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == job.pid:
+                os.kill(int(folder.name), signal.SIGKILL)
+    job.wait()
