@@ -2,8 +2,8 @@
 
     python benchmarks/stream.py [--rows 1048576] [--rounds 5]
 
-Shuffled rows of 10 columns and a target, one thread, one process unless said; million rows a second. "windows" reads
-whole chunks; "batches" slices them into the 64-row views that training gets. Every round measures everything once, in
+Shuffled rows of 10 columns and a target, one thread, one process unless said; million rows a second. "chunks" reads
+them whole; "batches" slices them into the 64-row views that training gets. Every round measures everything once, in
 turn; medians are printed, ratios are taken within a round. Reading from a disk is not measured: files are in memory's
 cache. The last lines are ``name: ratio``.
 """
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from project.data.order import Part, RowOrder
 from project.data.sources import ArraySource, Source, SyntheticSource
-from project.data.stream import Shares, Stream, Windows
+from project.data.stream import Chunks, Shares, Stream
 from project.data.tables import TableSource
 
 BATCH, COLUMNS, CHUNKS = 64, 10, {"4 k": 1 << 12, "16 k": 1 << 14, "64 k": 1 << 16, "1 M": 1 << 20}
@@ -42,15 +42,15 @@ def stream(source: Source, chunk: int, workers: int = 0, world: int = 1, rank: i
     rows = len(source)
     order = RowOrder(rows, 0, True, getattr(source, "block", None))
     shares = Shares(rows // (BATCH * world) * BATCH * world, 0, BATCH, world, rank)
-    windows = Windows(source, Part(rows, 0.0, 1.0), order, shares, False)
-    return Stream(windows, torch.device("cpu"), chunk, workers, lambda: (0, 0))
+    chunks = Chunks(source, Part(rows, 0.0, 1.0), order, shares, False)
+    return Stream(chunks, torch.device("cpu"), chunk, workers, lambda: (0, 0))
 
 
-def windows_of(source: Source, chunk: int) -> Callable[[], int]:
+def chunks_of(source: Source, chunk: int) -> Callable[[], int]:
     def read() -> int:
-        windows, step = stream(source, chunk).windows, chunk // BATCH
+        chunks, step = stream(source, chunk).chunks, chunk // BATCH
         return sum(
-            len(windows[(0, m, min(m + step, len(windows.shares)))][0]) for m in range(0, len(windows.shares), step)
+            len(chunks[(0, m, min(m + step, len(chunks.shares)))][0]) for m in range(0, len(chunks.shares), step)
         )
 
     return read
@@ -91,13 +91,13 @@ def sources(folder: Path, rows: int) -> dict[str, Source]:
 def yardsticks(rows: int) -> dict[str, Callable[[], int]]:
     x, y, few = torch.randn(rows, COLUMNS), torch.randn(rows, 1), 20_000
     samples = TensorDataset(x, y)
-    window, copy = torch.randn(1 << 16, COLUMNS), torch.empty(1 << 16, COLUMNS)
+    chunk, copy = torch.randn(1 << 16, COLUMNS), torch.empty(1 << 16, COLUMNS)
     net, loss = nn.Linear(COLUMNS, 1), nn.MSELoss()
     step = torch.optim.SGD(net.parameters(), 1e-3)
 
     def copies() -> int:
         for _ in range(20):
-            copy.copy_(window)
+            copy.copy_(chunk)
         return 20 << 16
 
     def draws() -> int:
@@ -151,7 +151,7 @@ def main() -> None:
         made = sources(Path(folder), asked.rows)
         for name, source in made.items():
             for words, chunk in CHUNKS.items():
-                measured[f"{name}, windows of {words}"] = windows_of(source, chunk)
+                measured[f"{name}, chunks of {words}"] = chunks_of(source, chunk)
             measured[f"{name}, batches, chunks of 64 k"] = batches_of(stream(source, 1 << 16))
             measured[f"{name}, batches, 2 workers"] = batches_of(stream(source, 1 << 16, workers=2))
         whole = torch.arange(1 << 16) % asked.rows
@@ -176,10 +176,10 @@ def main() -> None:
             print(f"{name}: {statistics.median(a / b for a, b in zip(rates[top], rates[bottom], strict=True)):.2f}")
 
         for name in made:
-            ratio(f"{name} / per sample", f"{name}, windows of 64 k", "per sample, 0 workers")
-            ratio(f"{name} / per sample with 2 workers", f"{name}, windows of 64 k", "per sample, 2 workers")
+            ratio(f"{name} / per sample", f"{name}, chunks of 64 k", "per sample, 0 workers")
+            ratio(f"{name} / per sample with 2 workers", f"{name}, chunks of 64 k", "per sample, 2 workers")
             ratio(f"{name}, batches / 64-row step", f"{name}, batches, chunks of 64 k", "64-row step of LinearModel")
-            ratio(f"{name}, 16 k / 1 M", f"{name}, windows of 16 k", f"{name}, windows of 1 M")
+            ratio(f"{name}, 16 k / 1 M", f"{name}, chunks of 16 k", f"{name}, chunks of 1 M")
         ratio("cost of synthetic rows / torch.randn", "torch.randn", "synthetic values, rows in order")
 
 

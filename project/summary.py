@@ -105,7 +105,7 @@ def rows_words(data: L.LightningDataModule, used: int) -> str:
     if not isinstance(data, StreamDataModule) or data.train_stream is None:
         return words
     used_an_epoch, rows = data.rows_of_epoch()
-    shares, skipped = data.train_stream.windows.shares, getattr(data.source, "skipped", 0)
+    shares, skipped = data.train_stream.chunks.shares, getattr(data.source, "skipped", 0)
     whole = shares.full + shares.tail
     words += f"; of {rows:,} rows an epoch {rows - whole:,} dropped (an incomplete effective batch)"
     words += f", {whole - used_an_epoch:,} beyond the limit" if used_an_epoch < whole else ""

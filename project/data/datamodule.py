@@ -13,7 +13,7 @@ from torch import Tensor
 from project.data.checks import PART_OF, check_rows, check_windows
 from project.data.order import Part, RowOrder
 from project.data.sources import Source
-from project.data.stream import Shares, Stream, Windows
+from project.data.stream import Chunks, Shares, Stream
 
 PARTS = ("train", "val", "test")
 PIECE = 16384  # rows read at a time to fit ``Standardise``
@@ -163,7 +163,7 @@ class StreamDataModule(L.LightningDataModule):
         tail = 0 if self.drop_last else rows - full
         return Shares(full, tail, self.batch_size, world, rank, trainer.accumulate_grad_batches)
 
-    def windows(self, name: str) -> Windows:
+    def chunks(self, name: str) -> Chunks:
         """The reader of a part's rows for this rank; also tells the row numbers of any micro-batch."""
         trainer = self.trainer_in_use
         source, part = self.part(name)
@@ -173,12 +173,12 @@ class StreamDataModule(L.LightningDataModule):
         order = RowOrder(len(part), self.seed, shuffle, block)
         device = trainer.strategy.root_device
         on_device = device.type != "cpu" and getattr(source, "on_device", False)
-        return Windows(source, part, order, self.shares(name), name == "train", device if on_device else None)
+        return Chunks(source, part, order, self.shares(name), name == "train", device if on_device else None)
 
     def _stream(self, name: str, position: Callable[[], tuple[int, int]]) -> Stream:
-        windows, device = self.windows(name), self.trainer_in_use.strategy.root_device
-        workers = self.num_workers if windows.device is None else 0
-        return Stream(windows, device, self.chunk_size, workers, position, self.seed)
+        chunks, device = self.chunks(name), self.trainer_in_use.strategy.root_device
+        workers = self.num_workers if chunks.device is None else 0
+        return Stream(chunks, device, self.chunk_size, workers, position, self.seed)
 
     def train_dataloader(self) -> Stream:
         self.train_stream = self._stream("train", self._position)
@@ -205,9 +205,9 @@ class StreamDataModule(L.LightningDataModule):
 
     def rows(self, name: str, batch_idx: int, epoch: int = 0) -> Tensor:
         """Row numbers in the source of this rank's micro-batch, for messages, logs and predictions (int64, CPU)."""
-        windows = self.windows(name)
-        low, high = windows.shares.span(batch_idx)
-        return windows.rows(epoch, batch_idx, batch_idx + 1)[: high - low]
+        chunks = self.chunks(name)
+        low, high = chunks.shares.span(batch_idx)
+        return chunks.rows(epoch, batch_idx, batch_idx + 1)[: high - low]
 
     def inputs(self, name: str) -> Iterator[Tensor]:
         """This rank's share of a part's inputs x, in order, in pieces that no setting changes."""

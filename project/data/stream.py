@@ -1,10 +1,11 @@
-"""Windows of rows → device → micro-batches.
+"""Chunks of rows → device → micro-batches.
 
-A window is many micro-batches read at once, moved to the device once, and sliced there. Which rows a micro-batch holds
-is arithmetic on positions (``Shares``), so neither the window nor the workers that read it can change a batch.
+A chunk is many micro-batches read at once, moved to the device once, and sliced there. Which rows a micro-batch holds
+is arithmetic on positions (``Shares``), so neither the chunk nor the workers that read it can change a batch.
 """
 
-import signal
+import atexit
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from project.data.order import Part, RowOrder, key
 from project.data.sources import Source
+from project.data.workers import leave_signals_to_the_main_process, let_go, shared, too_small
 
 Batch = tuple[Tensor, ...]
 
@@ -76,7 +78,7 @@ class Shares:
         return (high - low) * self.window * self.world / self.tail
 
 
-class Windows(Dataset[Batch]):
+class Chunks(Dataset[Batch]):
     """Item ``(epoch, first, end)`` is this rank's rows of micro-batches [first, end), in one read. Keeps no state.
 
     Args:
@@ -110,11 +112,11 @@ class Windows(Dataset[Batch]):
         rows = self.rows(*item)
         if self.device is not None:
             rows = rows.to(self.device, non_blocking=True)
-        return tuple(self.source.read(rows))
+        return shared(tuple(self.source.read(rows)))
 
 
 class _Items(Sized, Iterable[tuple[int, int, int]]):
-    """A sampler: the windows of one pass. One object for the life of a loader, so that workers can be kept alive."""
+    """A sampler: the chunks of one pass. One object for the life of a loader, so that workers can be kept alive."""
 
     epoch, end, firsts = 0, 0, range(0)
 
@@ -125,19 +127,14 @@ class _Items(Sized, Iterable[tuple[int, int, int]]):
         return ((self.epoch, m, min(m + self.firsts.step, self.end)) for m in self.firsts)
 
 
-def _leave_signals_to_the_main_process(_: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 class Stream:
-    """What Lightning iterates: micro-batches as views into windows on the device.
+    """What Lightning iterates: micro-batches as views into chunks on the device.
 
     ``len()`` is always the whole epoch; iteration starts at the position asked for at the first ``next()``, which is
     after every restore.
 
     Args:
-        windows: The reader of windows.
+        chunks: The reader of chunks.
         device: Where batches live.
         chunk_size: Rows this rank reads and moves at once, rounded up to whole micro-batches.
         num_workers: Processes that read ahead; 0 reads in this one.
@@ -147,31 +144,34 @@ class Stream:
 
     def __init__(
         self,
-        windows: Windows,
+        chunks: Chunks,
         device: torch.device,
         chunk_size: int,
         num_workers: int,
         position: Callable[[], tuple[int, int]],
         seed: int = 0,
     ) -> None:
-        self.windows, self.device, self.position = windows, device, position
-        self.per_window = max(1, -(-chunk_size // windows.shares.batch))
+        self.chunks, self.device, self.position = chunks, device, position
+        self.per_chunk = max(1, -(-chunk_size // chunks.shares.batch))
         self.weight = 1.0
         self._items = _Items()
         self._loader: DataLoader[Batch] = DataLoader(
-            windows,
+            chunks,
             batch_size=None,
             sampler=self._items,
             num_workers=num_workers,
-            worker_init_fn=_leave_signals_to_the_main_process,
-            pin_memory=device.type == "cuda" and windows.device is None,
+            worker_init_fn=leave_signals_to_the_main_process,
+            pin_memory=device.type == "cuda" and chunks.device is None,
             persistent_workers=num_workers > 0,
             # A loader draws seeds for its workers: not from the generator that dropout uses, and not another rank's.
-            generator=torch.Generator().manual_seed(key(seed, windows.shares.rank)),
+            generator=torch.Generator().manual_seed(key(seed, chunks.shares.rank)),
         )
 
+        if num_workers:
+            atexit.register(let_go, weakref.ref(self._loader))
+
     def __len__(self) -> int:
-        return len(self.windows.shares)
+        return len(self.chunks.shares)
 
     # Lightning warns about resuming in mid-epoch unless a loader has these; the position is the DataModule's to keep.
     def state_dict(self) -> dict[str, int]:
@@ -190,24 +190,34 @@ class Stream:
         self._loader._iterator = value
 
     def __iter__(self) -> Iterator[Batch]:
-        (self._items.epoch, start), shares = self.position(), self.windows.shares
+        (self._items.epoch, start), shares = self.position(), self.chunks.shares
         self._items.end = len(self)
-        self._items.firsts = range(start, len(self), self.per_window)
-        for (_, first, last), window in zip(self._items, self._on_device(), strict=True):
+        self._items.firsts = range(start, len(self), self.per_chunk)
+        for (_, first, last), chunk in zip(self._items, self._on_device(), strict=True):
             whole = min(last, shares.full // shares.micro)
             sizes = [shares.batch] * max(0, whole - first)
-            sizes += [high - low for low, high in map(self.windows.span, range(max(first, whole), last))]
-            for m, batch in enumerate(zip(*(_views(t, sizes) for t in window), strict=True), first):
+            sizes += [high - low for low, high in map(self.chunks.span, range(max(first, whole), last))]
+            for m, batch in enumerate(zip(*(_views(t, sizes) for t in chunk), strict=True), first):
                 self.weight = 1.0 if m < whole else shares.weight(m)
                 yield batch
 
-    def _on_device(self) -> Iterator[Batch]:
-        if self.device.type == "cpu" or self.windows.device is not None:
+    def _read(self) -> Iterator[Batch]:
+        try:
             yield from self._loader
+        except RuntimeError as error:
+            if "Bus error" not in str(error) and "Too many open files" not in str(error):
+                raise
+            row = sum(t.nbytes for t in self.chunks.source.read(torch.tensor([0])))
+            size = row * self.per_chunk * self.chunks.shares.batch
+            raise ValueError(too_small(self._loader.num_workers, size, str(error).splitlines()[0])) from error
+
+    def _on_device(self) -> Iterator[Batch]:
+        if self.device.type == "cpu" or self.chunks.device is not None:
+            yield from self._read()
             return
         ahead: Batch | None = None
-        for window in self._loader:  # from pinned memory the copy is asynchronous; one window is always on its way
-            moved = tuple(t.to(self.device, non_blocking=True) for t in window)
+        for chunk in self._read():  # from pinned memory the copy is asynchronous; one chunk is always on its way
+            moved = tuple(t.to(self.device, non_blocking=True) for t in chunk)
             if ahead is not None:
                 yield ahead
             ahead = moved
@@ -215,9 +225,9 @@ class Stream:
             yield ahead
 
 
-def _views(window: Tensor, sizes: list[int]) -> list[Tensor]:
-    """The window in pieces, as views; copied where a piece does not start on a 16-byte boundary.
+def _views(chunk: Tensor, sizes: list[int]) -> list[Tensor]:
+    """The chunk in pieces, as views; copied where a piece does not start on a 16-byte boundary.
 
     ``nn.Linear`` gives other last bits for unaligned rows, so with unaligned views the chunk size would change results.
     """
-    return [t if t.data_ptr() % 16 == 0 else t.clone() for t in torch.split(window, sizes)]
+    return [t if t.data_ptr() % 16 == 0 else t.clone() for t in torch.split(chunk, sizes)]

@@ -157,10 +157,10 @@ class NonFinite(Callback):
         if not isinstance(data, StreamDataModule):
             yield f"Its rows are not known: {type(data).__name__} does not number them."
             return
-        (_, epoch, last), windows = at, data.windows("train")
+        (_, epoch, last), chunks = at, data.chunks("train")
         first = last // trainer.accumulate_grad_batches * trainer.accumulate_grad_batches
-        low, high = windows.shares.bounds(first)[0], windows.shares.bounds(last)[1]
-        rows = windows.part.rows(windows.order.rows(epoch, torch.arange(low, high)))
+        low, high = chunks.shares.bounds(first)[0], chunks.shares.bounds(last)[1]
+        rows = chunks.part.rows(chunks.order.rows(epoch, torch.arange(low, high)))
         found = 0
         for piece in torch.split(rows.sort().values, PIECE):
             for row, what in _suspects(data.part("train")[0], piece, None if self._sharded else pl_module):

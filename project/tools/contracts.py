@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from project.data.datamodule import StreamDataModule
 from project.data.order import Part, RowOrder
 from project.data.sources import Source
-from project.data.stream import Shares, Windows
+from project.data.stream import Chunks, Shares
 from project.engine.resume import Resume
 from project.module import Module
 from project.usage import UsageError
@@ -184,9 +184,9 @@ class SourceContract:
         for a, b in zip(expected, pickle.loads(pickle.dumps(source)).read(rows), strict=True):
             assert torch.equal(a, b)
         n = len(rows)
-        windows = Windows(source, Part(n, 0.0, 1.0), RowOrder(n, shuffle=False), Shares(0, n, n), pad=False)
+        chunks = Chunks(source, Part(n, 0.0, 1.0), RowOrder(n, shuffle=False), Shares(0, n, n), pad=False)
         loader = DataLoader(
-            windows, batch_size=None, sampler=[(0, 0, 1)], num_workers=1, multiprocessing_context="spawn"
+            chunks, batch_size=None, sampler=[(0, 0, 1)], num_workers=1, multiprocessing_context="spawn"
         )
         for a, b in zip(expected, next(iter(loader)), strict=True):
             assert torch.equal(a, b)
@@ -198,6 +198,6 @@ class SourceContract:
             seen = []
             for rank in range(world):
                 order, shares = RowOrder(n, block=getattr(source, "block", None)), Shares(0, n, 8, world, rank)
-                windows = Windows(source, Part(n, 0.0, 1.0), order, shares, pad=False)
-                seen.append(windows.rows(0, 0, len(shares)))
+                chunks = Chunks(source, Part(n, 0.0, 1.0), order, shares, pad=False)
+                seen.append(chunks.rows(0, 0, len(shares)))
             assert torch.equal(torch.cat(seen).sort().values, torch.arange(n)), f"not each row once at {world} ranks"

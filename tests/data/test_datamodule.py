@@ -167,7 +167,7 @@ def test_rows_tells_the_numbers_of_a_micro_batch() -> None:
 def test_a_source_that_reads_in_blocks_is_shuffled_in_blocks_of_its_part() -> None:
     data = StreamDataModule(Numbered(100_000, block=100), split=(0.5, 0.0, 0.0))
     data.trainer = trainer_of()
-    order = data.windows("train").order
+    order = data.chunks("train").order
     assert order.cells == 50_000 // (50 * 64) + 1
 
 

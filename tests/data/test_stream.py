@@ -1,17 +1,22 @@
-"""Windows are cut into views, whatever the sizes; workers read ahead, change nothing, and do not linger."""
+"""Chunks are cut into views, whatever the sizes; workers read ahead, change nothing, and do not linger."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from project.data.order import Part, RowOrder
-from project.data.stream import Shares, Stream, Windows
+from project.data.stream import Chunks, Shares, Stream
 from tests.numbered import COLUMNS, Numbered, numbers
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 def stream(
@@ -22,8 +27,8 @@ def stream(
     shares = Shares(full, 0 if drop_last else rows - full, batch)
     source = kwargs.get("source") or Numbered(rows)
     order = RowOrder(rows, kwargs.get("seed", 0), kwargs.get("shuffle", False))
-    windows = Windows(source, Part(rows, 0.0, 1.0), order, shares, pad=True)
-    return Stream(windows, CPU, chunk, workers, kwargs.get("position", lambda: (0, 0)))
+    chunks = Chunks(source, Part(rows, 0.0, 1.0), order, shares, pad=True)
+    return Stream(chunks, CPU, chunk, workers, kwargs.get("position", lambda: (0, 0)))
 
 
 def sizes(s: Stream) -> list[int]:
@@ -47,7 +52,7 @@ def test_sizes_that_do_not_divide_lose_and_repeat_nothing(rows: int, batch: int,
     assert len(s) == -(-rows // batch)
 
 
-def test_batches_are_views_into_one_window() -> None:
+def test_batches_are_views_into_one_chunk() -> None:
     batches = [x for x, _ in stream(64, 4, 32)]  # 4 rows x 5 columns x 4 bytes: every piece is aligned
     storages = [x.untyped_storage().data_ptr() for x in batches]
     assert storages[:8] == [storages[0]] * 8
@@ -127,6 +132,61 @@ def test_a_stream_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_worker_that_dies_of_too_little_shared_memory_is_explained() -> None:
+    class Dies(Numbered):
+        def read(self, rows: Tensor) -> tuple[Tensor, ...]:
+            if len(rows) > 1:
+                raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that")
+            return super().read(rows)
+
+    with pytest.raises(ValueError, match=r"chunks of 0.00 MB.*shared memory .*Bus error.*\n.*--data.num_workers 0"):
+        list(stream(100, source=Dies(100)))
+
+
+LIMITED = [sys.executable, str(ROOT / "train.py"), "--data.num_workers", "2", "--max_epochs", "1", "--run_dir", "run"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize(("chunk", "works"), [(2048, True), (65536, False)])
+def test_a_megabyte_of_shared_memory_works_or_is_named_with_the_remedy(chunk: int, works: bool, tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=1m none /dev/shm || exit 77; exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", *LIMITED, "--data.chunk_size", str(chunk)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip("no mount namespace here")
+    assert (done.returncode == 0) == works, done.stderr
+    if not works:
+        assert done.returncode in (1, 2)
+        assert "/dev/shm has 1.0 MB" in done.stderr
+        assert "Use --data.num_workers 0 or a smaller --data.chunk_size" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_workers_need_few_open_files_and_a_program_that_drops_its_stream_ends(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"]
+    done = subprocess.run([*command, *LIMITED], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    code = "from tests.data.test_stream import *; s = stream(60, 6, 12, 2); print(len(list(s)))"
+    alone = [*command, sys.executable, "-c", code]
+    done = subprocess.run(alone, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_its_ratios(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/stream.py", "--rows", "8192", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "synthetic / per sample:",
+        "cost of synthetic rows / torch.randn:",
+        "4 ranks: rows read / rows needed",
+    ):
+        assert words in done.stdout
+
+
 @pytest.mark.slow
 def test_spawned_workers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [x for x, _ in stream(60, 6, 12, shuffle=True)]
@@ -139,8 +199,8 @@ def test_a_rank_without_a_row_of_the_tail_gets_one_of_no_weight() -> None:
     ranks = []
     for rank in range(3):
         shares = Shares(6, 1, 2, 3, rank)
-        windows = Windows(Numbered(7), Part(7, 0.0, 1.0), RowOrder(7, 0, False), shares, pad=True)
-        s = Stream(windows, CPU, 100, 0, lambda: (0, 0))
+        chunks = Chunks(Numbered(7), Part(7, 0.0, 1.0), RowOrder(7, 0, False), shares, pad=True)
+        s = Stream(chunks, CPU, 100, 0, lambda: (0, 0))
         ranks.append([(numbers(x, 7), s.weight) for x, _ in s])
     assert ranks == [[([0, 1], 1.0), ([6], 0.0)], [([2, 3], 1.0), ([6], 0.0)], [([4, 5], 1.0), ([6], 3.0)]]
 
