@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--device cuda]
 
 * rows made by the source on the device, and made on the CPU and copied: rows a second;
-* a stream of windows whose copies run beside the compute: its time over that of the compute alone;
+* a stream of chunks whose copies run beside the compute: its time over that of the compute alone;
 * `python train.py` with a wide MLP in bf16-mixed: its time a step over that of a bare loop, and model FLOPs
   utilisation (6 x weights x rows a step) of the rate that one matrix product of the same type reaches here;
 * a matrix product of float32 on the CPU and on the device.
@@ -28,7 +28,7 @@ from benchmarks.loops import quiet, settle
 from project.cli import main
 from project.data.order import Part, RowOrder
 from project.data.sources import SyntheticSource
-from project.data.stream import Shares, Stream, Windows
+from project.data.stream import Chunks, Shares, Stream
 
 WARM = 10
 WIDTH, ROWS, STEPS = 8192, 8192, 60
@@ -92,7 +92,7 @@ class Stored(SyntheticSource):
 
 def hidden(device: torch.device, rows: int, width: int) -> list[str]:
     source, batch = Stored(rows, width), 1024
-    windows = Windows(source, Part(rows, 0.0, 1.0), RowOrder(rows, 0, False, None), Shares(rows, 0, batch), False)
+    chunks = Chunks(source, Part(rows, 0.0, 1.0), RowOrder(rows, 0, False, None), Shares(rows, 0, batch), False)
     weight = torch.randn(width, width, device=device)
     fixed = torch.randn(batch, width, device=device)
 
@@ -102,7 +102,7 @@ def hidden(device: torch.device, rows: int, width: int) -> list[str]:
                 x = x @ weight * 1e-3
 
     compute = seconds(lambda: work(fixed for _ in range(rows // batch)), device)
-    stream = lambda: (x for (x,) in Stream(windows, device, 8 * batch, 0, lambda: (0, 0)))  # noqa: E731
+    stream = lambda: (x for (x,) in Stream(chunks, device, 8 * batch, 0, lambda: (0, 0)))  # noqa: E731
     both, copies = seconds(lambda: work(stream()), device), seconds(lambda: [*stream()][-1], device)
     return [f"| stream and compute, to compute alone (copies alone: {copies / compute:.2f}) | {both / compute:.2f} |"]
 
