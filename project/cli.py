@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
         if not cli.complete:
             getattr(cli, cli.command)()
     except Exception as wrapped:
-        e = unwrapped(wrapped)
+        e = unwrapped(wrapped, cli and cli.run and cli.run.folder)
         if not isinstance(e, UsageError) and not in_words(e):
             raise e from e.__cause__
         started = cli is not None and cli.trainer.global_step > 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from project.engine.disk import refused
 from project.usage import (
     DEFAULT_CLASSES,
     SHORT_NAMES,
@@ -119,8 +120,13 @@ def in_words(e: BaseException) -> bool:
     )
 
 
-def unwrapped(e: Exception) -> Exception:
-    """The error itself: jsonargparse puts it in a listing of the configuration, torch in a text from a data worker."""
+def unwrapped(e: Exception, folder: Path | None = None) -> Exception:
+    """The error itself: jsonargparse puts it in a listing of the configuration, torch in a text from a data worker.
+
+    What a disk refused to write in the run ``folder`` is put in words.
+    """
+    if folder is not None and (found := refused(e, folder)):
+        return found
     while isinstance(e.__cause__, Exception) and "jsonargparse" in traceback.extract_tb(e.__traceback__)[-1].filename:
         e = e.__cause__
     ours = r"Caught ValueError in DataLoader worker .*[/\\]project[/\\][^\n]*\n +raise .*?\nValueError: (.*)"

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
+from project.engine import disk
 from project.engine.sharding import own_shard
 
 log = logging.getLogger("project")
@@ -23,18 +24,26 @@ log = logging.getLogger("project")
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target, flushes to disk, renames: a file under its final name is always whole."""
 
+    def __init__(self) -> None:
+        self._folders: set[Path] = set()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(target.name + ".tmp")
         try:
+            if target.parent not in self._folders:  # a second time it would hide that a disk has vanished
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._folders.add(target.parent)
             with open(unfinished, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, target)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
+        except BaseException as e:
+            with contextlib.suppress(OSError):  # of a disk that is read-only now
+                unfinished.unlink()
+            if isinstance(e, OSError) or isinstance(e.__context__, OSError):
+                raise disk.not_written(e, target, disk.size(checkpoint)) from e
             raise
 
 
@@ -114,6 +123,8 @@ class Checkpoints(Checkpoint):
         self._saved_step = trainer.global_step if trainer.ckpt_path else -1
         self._first_step = trainer.global_step
         self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            disk.say_room(trainer, self._path(""))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -160,7 +171,7 @@ class Checkpoints(Checkpoint):
             try:
                 self.save(trainer)
             except OSError as e:  # must not hide the first cause
-                log.error("last.ckpt could not be written after the failure: %s", e)
+                log.error("Nothing could be saved after the failure: %s", e)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # should_stop: a callback has ended the run since the last save, and a resumed one must know

@@ -123,10 +123,14 @@ class MetricsCSV(Logger):
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         unfinished = self.path.with_name(self.path.name + ".tmp")
-        with open(unfinished, "w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-            file.flush()
-            self._end = file.tell()
-        os.replace(unfinished, self.path)
+        try:
+            with open(unfinished, "w", newline="") as file:
+                writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(rows)
+                file.flush()
+                self._end = file.tell()
+            os.replace(unfinished, self.path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise

@@ -1,5 +1,6 @@
 """Predictions to one file: row number first, input order, each row once, whatever the number of processes."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,8 @@ class PredictionWriter(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a full disk, which is what ended the run
+                self._file.close()
             self._file = None
             self.unfinished.unlink(missing_ok=True)
 

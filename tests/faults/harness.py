@@ -8,6 +8,7 @@ The net tells how far a run is: ``Slow`` counts its calls in files named ``train
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -192,6 +193,7 @@ def _become(folder, argv, env, screen):
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
         rank = int(env.get("LOCAL_RANK", 0))
         rank_zero_only.rank = rank
+        logging.getLogger().handlers.clear()  # pytest's
         Path(f"pid-{rank}").write_text(str(os.getpid()))
         Watch.current = None
         subprocess_script.subprocess = SimpleNamespace(
