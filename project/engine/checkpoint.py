@@ -42,9 +42,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except BaseException as e:
             with contextlib.suppress(OSError):  # of a disk that is read-only now
                 unfinished.unlink()
-            if isinstance(e, OSError) or isinstance(e.__context__, OSError):
-                raise disk.not_written(e, target, disk.size(checkpoint)) from e
-            raise
+            raise disk.not_written(e, target, checkpoint)  # noqa: B904  it may be the same error
 
 
 class Checkpoints(Checkpoint):

@@ -47,11 +47,13 @@ def say_room(trainer: L.Trainer, folder: Path) -> None:
         )
 
 
-def not_written(error: Exception, path: Path, needed: int) -> NotWritten:
-    """The error to raise when a checkpoint could not be written; torch hides the disk's own behind one of its own."""
+def not_written(error: BaseException, path: Path, checkpoint: dict[str, Any]) -> BaseException:
+    """The error to raise when ``checkpoint`` could not be written; torch hides the disk's own behind one of its own."""
     cause = error if isinstance(error, OSError) else error.__context__
-    number, why = (cause.errno, cause.strerror) if isinstance(cause, OSError) else (None, str(error).splitlines()[0])
-    found = NotWritten(number or errno.EIO, f"{why or error} (about {needed:,} bytes needed, {free(path):,} free)")
+    if not isinstance(cause, OSError):  # something else, as Ctrl-C
+        return error
+    words = f"{cause.strerror or cause} (about {size(checkpoint):,} bytes needed, {free(path):,} free)"
+    found = NotWritten(cause.errno or errno.EIO, words)
     found.filename = str(path)
     return found
 

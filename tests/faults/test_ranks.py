@@ -1,6 +1,7 @@
 """A rank or a data worker that fails or is killed: the job ends, not with 0, and says the first cause last."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -72,7 +73,7 @@ def test_a_rank_that_is_killed_while_the_other_one_computes(job, table):
     table("kill -9 of rank 1 while rank 0 computes", "exit 1", one.seconds)
 
 
-@pytest.mark.slow  # about once in ten it is noticed only after the 30 s allowed: still to be explained
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_data_worker_that_is_killed(job, table, ranks):
     one = job("--data.num_workers", "1", "--data.chunk_size", "16", "--max_epochs", "9", ranks=ranks).when("train", 5)
@@ -80,8 +81,8 @@ def test_a_data_worker_that_is_killed(job, table, ranks):
     os.kill(one.workers()[0], signal.SIGKILL)
     one.end()
     assert one.codes == [1]
-    assert "worker" in one.last_lines[-1]
-    assert "signal: Killed" in one.last_lines[-1]
+    # the one if the news comes while the rank computes, the other if it comes while the rank waits for that worker
+    assert re.search(r"DataLoader worker .*(signal: Killed|exited unexpectedly)", one.last_lines[-1]), one.screen
     table(f"kill -9 of a data worker, {ranks} processes", "exit 1", one.seconds)
 
 
