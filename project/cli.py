@@ -23,6 +23,7 @@ from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
 from project.engine.lean import NoProfiler, spare
 from project.engine.metrics_csv import MetricsCSV
 from project.engine.nonfinite import NonFinite
+from project.engine.oom import OutOfMemory
 from project.engine.predictions import PredictionWriter
 from project.engine.report import Report
 from project.engine.resume import KEY, Resume, check_same
@@ -139,7 +140,7 @@ class CLI(LightningCLI):
         else:
             callbacks.insert(0, self.report)  # first: it knows of a step before a callback of the user's can fail
             callbacks += [Resume(self.config.resume_changed, self.replaced), Signals()]
-            callbacks += [NonFinite(self.config.nonfinite)]
+            callbacks += [NonFinite(self.config.nonfinite), OutOfMemory(self.config.oom)]
             if not own_bar:
                 config["enable_progress_bar"] = False
             config["enable_model_summary"] = bool(config["enable_model_summary"])

@@ -32,6 +32,7 @@ class Scores(nn.Module):
         self._held: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._numbers = 0
         self._restored: set[str] = set()  # what came from a checkpoint since the last ``take``
+        self.updates = 0  # begun, ever
 
     def prepare(self, device: torch.device) -> None:
         """Set the type of all states: float64 where the device has it. To be called before the first update."""
@@ -42,6 +43,7 @@ class Scores(nn.Module):
     def update(self, pred: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
         """Rows: predictions [N, ...], their targets, and the mean loss over them if that is wanted too."""
         match(pred, target)  # refuses what cannot be matched
+        self.updates += 1
         if self._held and not _alike(self._held[0], (pred, target, loss)):
             self.settle()
         self._held.append((pred, target, loss))

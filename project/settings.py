@@ -35,6 +35,12 @@ def add_flags(parser: Any) -> None:
         default="stop",
         help="On a loss or gradient that is not finite: stop, or skip the step and count it.",
     )
+    parser.add_argument(
+        "--oom",
+        type=Literal["split", "stop"],
+        default="split",
+        help="On a step that runs out of memory: its rows in smaller parts, with the same gradient, or stop.",
+    )
     parser.add_argument("--output", type=str | None, help="predict: the .csv, .parquet or .npy file to write.")
     parser.add_argument(
         "--optimizer",

@@ -93,6 +93,7 @@ class Seen(L.Callback):
 def trainer_of(devices: int = 1, **settings: Any) -> L.Trainer:
     """A quiet Trainer on the CPU; with several ``devices``, called in each of the processes of ``on_ranks``."""
     quiet: dict[str, Any] = {
+        "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -100,7 +101,7 @@ def trainer_of(devices: int = 1, **settings: Any) -> L.Trainer:
         "num_sanity_val_steps": 0,
         "strategy": "ddp" if devices > 1 else "auto",
     }
-    return L.Trainer(accelerator="cpu", devices=devices, **{**quiet, **settings})
+    return L.Trainer(devices=devices, **{**quiet, **settings})
 
 
 def fit(
