@@ -35,7 +35,7 @@ def too_small(workers: int, size: int, error: object) -> str:
     return (
         f"--data.num_workers {workers}: chunks of {size / 1e6:.2f} MB, two for each worker, do not fit into the shared "
         f"memory (/dev/shm has {room:.1f} MB) or the limit of open files: {error}\n"
-        "Use --data.num_workers 0, a smaller chunk_size and eval_batch_size, or raise the limit (docker --shm-size, ulimit -n)."
+        "Use --data.num_workers 0, a smaller chunk_size and eval_batch_size, or a larger limit (--shm-size, ulimit)."
     )
 
 
