@@ -1,10 +1,16 @@
-"""`pytest -m faults` runs every scenario; at the end comes a table: scenario × outcome × seconds."""
+"""`pytest -m faults` runs every scenario; at the end comes a table: scenario × outcome × seconds.
 
+With FAULTS_PAGE=docs/faults.md in the environment the table goes into that page too: lines of scenarios that ran
+replace those that were there.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+HEAD = "| scenario | outcome | seconds |\n| --- | --- | --- |\n"
 TABLE = pytest.StashKey[list]()
 
 
@@ -29,8 +35,6 @@ def job(tmp_path):
     yield start
     for one in started:
         for pid in one._alive():  # a test that failed half-way
-            import os
-
             os.kill(pid, 9)
 
 
@@ -42,8 +46,11 @@ def table(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    lines = config.stash.get(TABLE, [])
+    lines = {scenario: f"| {scenario} | {outcome} | {s:.1f} |" for scenario, outcome, s in config.stash.get(TABLE, [])}
     if lines:
         terminalreporter.section("faults: scenario | outcome | seconds")
-        for scenario, outcome, seconds in lines:
-            terminalreporter.write_line(f"| {scenario} | {outcome} | {seconds:.1f} |")
+        terminalreporter.write_line("\n".join(lines.values()))
+        if page := os.environ.get("FAULTS_PAGE"):
+            before, head, rows = Path(page).read_text().partition(HEAD)
+            old = {row.split(" | ")[0].removeprefix("| "): row for row in rows.splitlines()}
+            Path(page).write_text(before + head + "\n".join((old | lines)[name] for name in sorted(old | lines)) + "\n")
