@@ -41,7 +41,7 @@ from project.resuming import (
 )
 from project.run import Run, environment, experiment, has_ended, loggers, output_file
 from project.settings import IN_FEATURES, ONCE, add_flags, check_objects, check_settings, net_size
-from project.summary import has_test, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
+from project.summary import has_test, page, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
 from project.usage import Failed, Parser, Setting, UsageError, arguments, settings_typed
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
@@ -221,6 +221,8 @@ class CLI(LightningCLI):
             rows, seconds = rows_words(self.datamodule, self.report.rows_used), time.monotonic() - self.begun
             say_end(self.run.folder, steps, rows, tested, scores, seconds, trainer.strategy.root_device)
             self.run.ended()
+            if self.config.report_page:
+                page(self.run.folder, self.model, self.datamodule, trainer, tested)
 
     def validate(self) -> None:
         """Score a checkpoint on the validation rows; ``test`` on the test rows."""

@@ -41,6 +41,7 @@ def add_flags(parser: Any) -> None:
         default="split",
         help="On a step that runs out of memory: its rows in smaller parts, with the same gradient, or stop.",
     )
+    parser.add_argument("--report_page", type=bool, default=True, help="report.html at the end, with matplotlib.")
     parser.add_argument("--output", type=str | None, help="predict: the .csv, .parquet or .npy file to write.")
     parser.add_argument(
         "--optimizer",

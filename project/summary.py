@@ -3,6 +3,8 @@
 import logging
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,19 @@ def say_end(
     say_scores(scores if epoch_loss is None else {**scores, "train/loss": epoch_loss})
     print(f"time        {seconds:.1f} s; peak memory {peak_memory(device)}")
     print(f"results     {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())), flush=True)
+
+
+def page(folder: Path, model: L.LightningModule, data: L.LightningDataModule, trainer: Any, tested: str) -> None:
+    """``report.html``, where matplotlib and project/tools/ are there. An extra: the run is done without it."""
+    if trainer.fast_dev_run or trainer.barebones:
+        return
+    if not all(map(find_spec, ("matplotlib", "project.tools", "project.tools.report"))):
+        return
+    try:
+        path = import_module("project.tools.report").at_end(folder, model, data, trainer, tested)
+        print(f"report      {path}", flush=True)
+    except Exception as e:
+        logging.getLogger("project").warning("report.html could not be written: %s", " ".join(str(e).split())[:300])
 
 
 def rows_words(data: L.LightningDataModule, used: int) -> str:

@@ -32,6 +32,14 @@ class Outcome:
         return {words[0]: float(words[1]) for words in lines if len(words) == 2 and "/" in words[0]}
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_page():
+    """Runs of other tests write no report.html, as if matplotlib were not there: it takes longer than they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("project.summary.find_spec", lambda name: None)
+        yield
+
+
 @pytest.fixture
 def small():
     """Flags for 160 training rows in 20 steps: the command on them takes a fifth of a second."""
