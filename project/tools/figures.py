@@ -32,10 +32,10 @@ def curves(names: list[str], runs: list[Curve]) -> Figure:
     figure, axes = _axes(len(panels))
     for panel, ax in zip((p for p in order if p in panels), axes, strict=True):
         for i, run in enumerate(runs):
-            for name in (n for n in panels[panel] if n in run):
+            for name in (n for n in panels[panel] if n in run and (n != "train/epoch_loss" or len(runs) == 1)):
                 color, line = STAGES.get(name.partition("/")[0], ("C0", "-"))
                 color, label = (f"C{i % 10}", f"{names[i]}  {name}") if len(runs) > 1 else (color, name)
-                color = "C9" if name == "train/epoch_loss" and len(runs) == 1 else color
+                color = "C9" if name == "train/epoch_loss" else color
                 points = np.array([point for point in run[name] if np.isfinite(point[1])] or [(np.nan, np.nan)])
                 if len(points) > POINTS:
                     points = np.array([some.mean(0) for some in np.array_split(points, POINTS)])

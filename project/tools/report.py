@@ -182,7 +182,7 @@ def write(path: Path, runs: list[Looked], drawn: Iterable[tuple[str, str, Any]],
 def _table(names: list[str], columns: list[dict[str, Any]], differing: bool = False) -> str:
     rows = [["", *names]] if len(names) > 1 else []
     for key in dict.fromkeys(k for column in columns for k in column):
-        cells = [str(column.get(key, "")) for column in columns]
+        cells = ["" if column.get(key) is None else str(column[key]) for column in columns]
         if not differing or len(set(cells)) > 1:
             rows.append([key, *cells])
     lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in cells[1:]) for cells in rows)
