@@ -155,9 +155,9 @@ class CLI(LightningCLI):
             replace = self.config.resume == "auto"
             self.run = Run(self.resumed or self.config.run_dir, name, resumed=bool(self.resumed), replace=replace)
             config["default_root_dir"] = str(self.run.folder)
-        if config["logger"] in (None, True) and not bare:
+        if config["logger"] is not False and not bare:
             step = self.checkpoint["global_step"] if self.resumed else None
-            config["logger"] = [] if dry else loggers(self.run, step)
+            config["logger"] = [] if dry else loggers(self.run, step, config["logger"])
         try:
             trainer = self.trainer_class(**config)
         except Exception as e:  # of whatever type: all that happened is that settings were looked at

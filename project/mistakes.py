@@ -116,7 +116,9 @@ def in_words(e: BaseException) -> bool:
     where = traceback.extract_tb(e.__traceback__)[-1]
     ours = re.search(r"[/\\](project|lightning)[/\\]", where.filename)
     return (
-        isinstance(e, ValueError | MisconfigurationException) and bool(ours) and (where.line or "").startswith("raise")
+        isinstance(e, ValueError | MisconfigurationException | ModuleNotFoundError)  # the last: a logger's package
+        and bool(ours)
+        and (where.line or "").startswith("raise")
     )
 
 

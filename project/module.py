@@ -1,5 +1,6 @@
 """The LightningModule: any ``nn.Module`` with a loss and metrics. Subclass it to change a step; keep the rest."""
 
+import functools
 import itertools
 import os
 import shutil
@@ -56,7 +57,7 @@ class Module(LeanModule):
         self._scores = nn.ModuleDict({f"{stage}_scores": Scores(metrics or {}) for stage in STAGES})
         self.rows_scored: dict[str, int] = {}  # by stage, when it has ended
         # Set by the command from --optimizer and --lr_scheduler; in Python, assign any two such functions.
-        self.optimizer: MakeOptimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
+        self.optimizer: MakeOptimizer = functools.partial(torch.optim.SGD, lr=0.01)  # travels to spawned processes
         self.lr_scheduler: MakeScheduler | None = None
 
     def forward(self, x: Tensor) -> Tensor:

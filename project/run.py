@@ -124,18 +124,18 @@ class Run:
             profiler.filename = profiler.filename or "profile"
 
 
-def loggers(run: Run | None, step: int | None) -> list[Logger]:
+def loggers(run: Run | None, step: int | None, theirs: Any) -> list[Logger]:
     """TensorBoard and metrics.csv in the run folder; on other ranks, which write nothing, as placeholders.
 
     Args:
         run: The run, on rank 0.
         step: The optimizer step resumed from; what a dead attempt logged from it on is dropped, or logged again.
+        theirs: The user's own, which stand beside ours: one logger, a list of them, or none.
     """
+    own = theirs if isinstance(theirs, list) else [theirs] if isinstance(theirs, Logger) else []
     folder = run.folder if run is not None else Path()
-    return [
-        TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard", purge_step=step),
-        MetricsCSV(folder),
-    ]
+    ours = [TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard", purge_step=step), MetricsCSV(folder)]
+    return [*(o for o in ours if type(o) not in map(type, own)), *own]
 
 
 def _told(folder: Path, name: str) -> str:

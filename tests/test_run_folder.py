@@ -104,7 +104,8 @@ def _folder(_):
 def test_loggers_of_the_users_leave_nothing_of_ours_out(run, small):
     done = run(*small, "--logger", "CSVLogger", "--logger.save_dir", "csv")
     assert Path("csv/lightning_logs/version_0/metrics.csv").exists()
-    assert sorted(p.name for p in done.folder.iterdir()) == ["checkpoints", "config.yaml", "environment.json"]
+    kept = ["checkpoints", "config.yaml", "environment.json", "metrics.csv", "tensorboard"]
+    assert sorted(p.name for p in done.folder.iterdir()) == kept
 
 
 @pytest.mark.slow  # test_readme.py starts two as well
