@@ -54,6 +54,10 @@ def last(folder):
     return torch.load(folder / "job" / "checkpoints" / "last.ckpt", weights_only=True)
 
 
+def best(checkpoint):
+    return next(state["best"] for name, state in checkpoint["callbacks"].items() if name.startswith("Checkpoints"))
+
+
 def killed_again_and_again(tmp_path, kills, temporary):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
@@ -69,7 +73,7 @@ def killed_again_and_again(tmp_path, kills, temporary):
     a, b = last(whole), last(cut)
     assert all(torch.equal(a["state_dict"][n], b["state_dict"][n]) for n in a["state_dict"])
     assert a["global_step"] == b["global_step"] == 400
-    assert not list((cut / "job").rglob("*.tmp"))
+    assert {p.name for p in (cut / "job" / "checkpoints").iterdir()} == {"last.ckpt", *best(a)}
     steps = [line.split(",")[0] for line in (cut / "job" / "metrics.csv").read_text().splitlines()[1:]]
     assert steps == sorted(set(steps), key=int)
     assert set(steps) == {line.split(",")[0] for line in (whole / "job" / "metrics.csv").read_text().splitlines()[1:]}

@@ -37,8 +37,9 @@ class Report(L.Callback):
         self._rows: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []  # predictions and targets
         self._held = 0  # numbers in them
-        self._rows_before = 0  # ``rows_used`` when the epoch began, or training in it
-        self._rows_reported = 0  # ``rows_used`` at the last report
+        self._rows_before = self._rows_reported = (
+            0  # ``rows_used`` when the epoch, or training in it, began; at a report
+        )
         self._state: dict[str, Any] = {}  # when training ended, or of a checkpoint
         self._pending = torch.zeros(2, dtype=torch.float64)  # loss x rows and rows of all ranks: since the last report
         self._epoch = torch.zeros(2, dtype=torch.float64)  # … and since the epoch began
@@ -57,11 +58,10 @@ class Report(L.Callback):
         self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
         self._reported = self._epoch_started = time.monotonic()  # a resumed epoch has no start of its own
         self.first_step = trainer.global_step
-        self._measure = getattr(pl_module, "measure", None)
-        self._trainer = trainer
+        self._measure, self._trainer = getattr(pl_module, "measure", None), trainer
         if (scores := self._state.get("scores")) and (scores_of := getattr(pl_module, "scores_of", None)):
             scores_of("train").restore(scores)
-        self._reported_batch = done = _ready(trainer)
+        self._reported_batch = done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self._begin_epoch(trainer, done)  # Lightning leaves out on_train_epoch_start when it resumes inside an epoch
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -71,7 +71,7 @@ class Report(L.Callback):
         self._stream = getattr(trainer.datamodule, "train_stream", None)  # type: ignore[attr-defined]
         self._epoch_started, self._number = time.monotonic(), trainer.current_epoch
         self._rows_before = self.rows_used
-        self._title = f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}"
+        self._title = f"epoch {self._number + 1}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else "")
         self._screen.begin(self._title, done)
 
     def on_train_batch_end(
@@ -139,15 +139,14 @@ class Report(L.Callback):
         memory = self._collect(trainer)
         now, (loss, rows) = time.monotonic(), self._pending.tolist()
         seconds = max(1e-9, now - self._reported)
-        steps = (batches - self._reported_batch) / trainer.accumulate_grad_batches
         values = {"train/loss": loss / rows} if rows > 0 else {}
         if used := self.rows_used - self._rows_reported:  # without those of before a resume
             values["rows_per_s"] = used / seconds
+        steps = (batches - self._reported_batch) / trainer.accumulate_grad_batches
         values |= {"steps_per_s": steps / seconds, "memory_mb": memory}
         if (reserved := self.memory.reserved()) is not None:  # pragma: cuda
             values["memory_reserved_mb"] = reserved
-        for optimizer in trainer.optimizers[:1]:
-            values["lr"] = float(optimizer.param_groups[0]["lr"])
+        values |= {"lr": float(optimizer.param_groups[0]["lr"]) for optimizer in trainer.optimizers[:1]}
         self._pending.zero_()
         self._reported, self._reported_batch, self._rows_reported = now, batches, self.rows_used
         self._send(trainer, values)
@@ -163,8 +162,7 @@ class Report(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict
-        self._pending = torch.tensor(state_dict["pending"], dtype=torch.float64)
-        self._epoch = torch.tensor(state_dict["epoch"], dtype=torch.float64)
+        self._pending, self._epoch = (torch.tensor(state_dict[n], dtype=torch.float64) for n in ("pending", "epoch"))
 
     def _send(self, trainer: L.Trainer, values: dict[str, float]) -> None:
         self.last |= values
@@ -178,9 +176,8 @@ class Report(L.Callback):
         if self._pending[1] > 0 and not cut:
             self._report(trainer, progress.current.ready)
         self._reported_batch = progress.current.ready if cut else 0
-        values, (loss, rows) = {}, self._epoch.tolist()
-        if rows > 0:
-            values["train/epoch_loss"] = loss / rows
+        loss, rows = self._epoch.tolist()
+        values = {"train/epoch_loss": loss / rows} if rows > 0 else {}
         if self._measure is not None and not cut:
             values |= {name: float(value) for name, value in pl_module.results("train").items()}  # type: ignore[operator]
         if not cut:
@@ -195,10 +192,11 @@ class Report(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.state_dict()  # for those who save after this; the report below is theirs only
         self._trainer = None
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if self.first_step is None:  # a finished run that had no more to train
-            self._reported_batch, self._number = _ready(trainer), trainer.current_epoch
+            self._reported_batch, self._number = batches, trainer.current_epoch
         if self._pending[1] > 0:  # after the last checkpoint, whose next report they will be part of
-            self._report(trainer, _ready(trainer))
+            self._report(trainer, batches)
 
     def _words(self, trainer: L.Trainer) -> str:
         words, last = [f"step {trainer.global_step:,}"], self.last
@@ -229,8 +227,8 @@ class Report(L.Callback):
 
     def _progress(self, stage: str, args: tuple[Any, ...], totals: list[int | float]) -> None:
         if self._screen.due():
-            batch_idx = args[3]  # pl_module, outputs, batch, batch_idx, dataloader_idx
-            self._screen.show(stage, batch_idx + 1, sum(totals), f"{self.memory.read(0):,.0f} MB")
+            # args: pl_module, outputs, batch, batch_idx, dataloader_idx
+            self._screen.show(stage, args[3] + 1, sum(totals), f"{self.memory.read(0):,.0f} MB")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._screen.close()
@@ -241,24 +239,12 @@ class Report(L.Callback):
             return
         values = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
         self.last |= values
-        if trainer.state.fn == TrainerFn.FITTING and not self._ends_epoch(trainer):
+        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # whose line is about to tell the same
+        if trainer.state.fn == TrainerFn.FITTING and not ends_epoch:
             self._screen.line(f"step {trainer.global_step:,}  " + "  ".join(f"{n} {v:.5g}" for n, v in values.items()))
-
-    def _ends_epoch(self, trainer: L.Trainer) -> bool:
-        """The line of the epoch is about to tell the same values."""
-        return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
-def _ready(trainer: L.Trainer) -> int:
-    """Micro-batches of this epoch that were begun."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def _rows_of(batch: Any) -> int:
     """Rows of a batch whose step returned the bare loss: those of its first tensor; 1 if it has a shape of its own."""
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     return len(first) if isinstance(first, Tensor) and first.ndim else 1
-
-
-def _of(total: int | None) -> str:
-    return f"/{total}" if total and total > 0 else ""

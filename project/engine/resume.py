@@ -81,6 +81,7 @@ class Resume(L.Callback):
         if trainer.state.fn != TrainerFn.FITTING or not isinstance(data, StreamDataModule):
             return
         epoch, rows = data.position()
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         done = _batch_progress(trainer).processed
         checkpoint[KEY] = {
             "epoch": epoch,
@@ -89,7 +90,7 @@ class Resume(L.Callback):
             "validation_due": self._validation_due(trainer),
             "scores": {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1},
             "row": self._row(trainer) if self._before_validation is None else self._before_validation,
-            "stopped_early": any(isinstance(c, EarlyStopping) and c.stopped_epoch for c in _callbacks(trainer)),
+            "stopped_early": any(isinstance(c, EarlyStopping) and c.stopped_epoch for c in callbacks),
             **_identity(data),
         }
 
@@ -201,11 +202,6 @@ def _identity(data: StreamDataModule) -> dict[str, Any]:
         "shuffle": data.shuffle,
         "drop_last": data.drop_last,
     }
-
-
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
 
 
 def _batch_progress(trainer: L.Trainer) -> Any:
