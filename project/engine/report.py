@@ -146,7 +146,8 @@ class Report(L.Callback):
         values |= {"steps_per_s": steps / seconds, "memory_mb": memory}
         if (reserved := self.memory.reserved()) is not None:  # pragma: cuda
             values["memory_reserved_mb"] = reserved
-        values |= {"lr": float(optimizer.param_groups[0]["lr"]) for optimizer in trainer.optimizers[:1]}
+        if trainer.optimizers:
+            values["lr"] = float(trainer.optimizers[0].param_groups[0]["lr"])
         self._pending.zero_()
         self._reported, self._reported_batch, self._rows_reported = now, batches, self.rows_used
         self._send(trainer, values)
@@ -183,8 +184,8 @@ class Report(L.Callback):
         if not cut:
             self._send(trainer, values)
             self._epoch.zero_()
-        words = [f"{n.replace('epoch_', '')} {v:.5g}" for n, v in values.items()]
-        words += [f"{n} {float(v):.5g}" for n, v in trainer.callback_metrics.items() if n.startswith("val/")]
+        shown = {**values, **{n: v for n, v in trainer.callback_metrics.items() if n.startswith("val/")}}
+        words = [f"{n.replace('epoch_', '')} {float(v):.5g}" for n, v in shown.items()]
         seconds, used = max(time.monotonic() - self._epoch_started, 1e-9), self.rows_used - self._rows_before
         words += [f"{used / seconds:,.0f} rows/s"] if used else []
         self._screen.line(f"{self._title}  " + "  ".join(words))
@@ -227,8 +228,8 @@ class Report(L.Callback):
 
     def _progress(self, stage: str, args: tuple[Any, ...], totals: list[int | float]) -> None:
         if self._screen.due():
-            # args: pl_module, outputs, batch, batch_idx, dataloader_idx
-            self._screen.show(stage, args[3] + 1, sum(totals), f"{self.memory.read(0):,.0f} MB")
+            batch_idx = args[3]  # pl_module, outputs, batch, batch_idx, dataloader_idx
+            self._screen.show(stage, batch_idx + 1, sum(totals), f"{self.memory.read(0):,.0f} MB")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._screen.close()
