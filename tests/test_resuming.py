@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import time
 from pathlib import Path
 
 import lightning as L
@@ -73,6 +74,11 @@ def logged(folder):
     return {row.pop("step"): row for row in found}
 
 
+def next_second():
+    """TensorBoard orders the files of two attempts by the second at which they were begun."""
+    time.sleep(1.01 - time.time() % 1)
+
+
 def curves(folder):
     """What TensorBoard shows, a value for each step: all but speed and memory. No step is there twice."""
     events = EventAccumulator(str(Path(folder) / "tensorboard"), size_guidance={"scalars": 0}).Reload()
@@ -107,6 +113,7 @@ def assert_same_record(folder, whole="whole"):
 def test_resume_goes_on_in_the_same_folder_as_if_never_stopped(run, whole):
     assert run("--run_dir", "cut", "--max_steps", "37", "--limit_test_batches", "0")[0] == 0
     assert {"train/loss"} < logged("cut")[37.0].keys()  # of the steps since the last report: nothing is lost meanwhile
+    next_second()
     code, out, _ = run("--resume", "cut", "--max_steps", "-1", "--limit_test_batches", "1.0", config=None)
     assert code == 0
     assert "resume      cut/checkpoints/last.ckpt, after optimizer step 37" in out
@@ -152,6 +159,7 @@ def failing(hook, step, calls=0):
 def test_after_a_failure_in_any_hook_nothing_is_missing_and_nothing_doubled(run, whole, hook, step):
     with pytest.raises(ArithmeticError):
         run("--run_dir", "cut", *failing(hook, step))
+    next_second()
     code, out, _ = run("--resume", "cut", config=None)
     assert code == 0
     assert "tested      best-step=100.ckpt, the best; 50 rows" in out
@@ -165,6 +173,7 @@ def test_a_failure_inside_an_accumulation_window_counts_its_micro_batches_once(r
     with pytest.raises(ArithmeticError):
         run("--run_dir", "cut", *three, *failing("on_train_batch_end", 9, calls=2))
     assert last("cut")["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"] == 29
+    next_second()
     assert run("--resume", "cut", config=None)[0] == 0
     assert_same_record("cut")
 
@@ -178,6 +187,7 @@ def test_rows_of_an_attempt_that_died_after_its_checkpoint_go_and_late_columns_c
     run("--run_dir", "older", *every, "--max_steps", "30", "--limit_test_batches", "0")
     shutil.copy("older/checkpoints/last.ckpt", "cut/checkpoints/last.ckpt")  # as if killed: the end was not saved
     assert saved["global_step"] == 55
+    next_second()
     assert run("--resume", "cut", config=None)[0] == 0
     assert_same_record("cut")
 
