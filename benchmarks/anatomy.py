@@ -32,6 +32,7 @@ from project.engine import lean
 from project.engine.checkpoint import Checkpoints
 from project.engine.lean import LeanModule
 from project.engine.nonfinite import NonFinite
+from project.engine.oom import OutOfMemory
 from project.engine.report import Report
 from project.engine.resume import Resume
 from project.engine.signals import Signals
@@ -104,6 +105,10 @@ FINITE = (
     (NonFinite, "on_before_optimizer_step", C.on_before_optimizer_step),
     (NonFinite, "on_train_batch_end", C.on_train_batch_end),
 )
+MEMORY = (
+    (OutOfMemory, "_train", lambda self, step, *args: step(*args)),
+    (OutOfMemory, "_backward", lambda self, backward, *args, **kwargs: backward(*args, **kwargs)),
+)
 WEIGHT = (Module, "backward", M.backward)
 STEP = (Module, "training_step", lambda self, batch, batch_idx: self.loss(self.net(batch[0]), batch[1]))
 FEATURES: dict[str, Change] = {  # without …
@@ -112,8 +117,9 @@ FEATURES: dict[str, Change] = {  # without …
     "seeds of each step, for exact resume": put(SEEDS),
     "checkpoints": put(CHECKPOINTS),
     "signals": put(SIGNALS),
+    "out of memory: what a retry needs": put(*MEMORY),
     "module: matched shapes, loss in float32, row weights": put(WEIGHT, STEP),
-    "all of these": put(REPORT, *FINITE, SEEDS, CHECKPOINTS, SIGNALS, WEIGHT, STEP),
+    "all of these": put(REPORT, *FINITE, SEEDS, CHECKPOINTS, SIGNALS, *MEMORY, WEIGHT, STEP),
 }
 
 
