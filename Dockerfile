@@ -5,9 +5,9 @@ WORKDIR /work
 COPY requirements.txt .
 RUN pip install -r requirements.txt
 COPY train.py ./
-COPY project project
-COPY configs configs
-COPY data data
+COPY project/ project/
+COPY configs/ configs/
+COPY data/ data/
 RUN useradd --uid 1000 --create-home worker && mkdir runs && chown 1000 runs
 USER 1000
 ENTRYPOINT ["python", "train.py"]
