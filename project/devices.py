@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from project.data.datamodule import StreamDataModule
 from project.engine.sharding import Sharded
+from project.leftovers import refuse_leftovers
 from project.module import Module
 from project.usage import UsageError
 
@@ -214,6 +215,7 @@ def _launched() -> bool:
 def follow_launcher(config: Any, typed: bool) -> None:
     """Under torchrun the launcher has decided how many processes there are: follow it, or refuse a contradiction."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
+        refuse_leftovers(config)
         return
     local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     if typed and str(config["devices"]) not in (str(local), "auto"):

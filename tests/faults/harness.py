@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from project.cli import main
 from project.engine.watch import Watch
+from project.leftovers import STARTED_BY
 
 SMALL = ("--data.source.rows", "200", "--data.batch_size", "8", "--max_epochs", "3", "--log_every_n_steps", "5")
 
@@ -183,7 +184,16 @@ def _become(folder, argv, env, screen):
     code = 1
     try:
         os.chdir(folder)
-        for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED"):
+        for name in (
+            "LOCAL_RANK",
+            "RANK",
+            "WORLD_SIZE",
+            "NODE_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "PL_GLOBAL_SEED",
+            STARTED_BY,
+        ):
             os.environ.pop(name, None)
         os.environ |= env
         out = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
