@@ -70,13 +70,14 @@ def predictions(kind: str, pred: Tensor, target: Tensor) -> Figure:
         _draw_regression(axes, pred.double().reshape(len(pred), -1), target.double().reshape(len(pred), -1))
     elif kind == "binary":
         pred, target = pred.flatten(), target.flatten().long()
-        area, off = F.classification.binary_auroc, F.classification.binary_calibration_error
-        titles = f"ROC, area {float(area(pred, target)):.4g}", f"calibration, error {float(off(pred, target)):.3g}"
+        area = float(F.classification.binary_auroc(pred, target))
+        error = float(F.classification.binary_calibration_error(pred, target))
+        titles = f"ROC, area {area:.4g}", f"calibration, error {error:.3g}"
         _draw_classes(axes, titles, scores.BinaryROC(), scores.BinaryConfusionMatrix(), pred, target, pred, target)
     else:
         n, (sure, best) = pred.shape[1], pred.max(1)
-        auroc, off = F.classification.multiclass_auroc, F.classification.multiclass_calibration_error
-        area, error = float(auroc(pred, target, n)), float(off(pred, target, n))
+        area = float(F.classification.multiclass_auroc(pred, target, n))
+        error = float(F.classification.multiclass_calibration_error(pred, target, n))
         roc = scores.MulticlassROC(n, average=None if n <= 10 else "macro")
         titles = f"ROC, each class against the rest, area {area:.4g}", f"calibration of the choice, error {error:.3g}"
         matrix = scores.MulticlassConfusionMatrix(n)

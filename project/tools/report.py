@@ -55,7 +55,10 @@ class Looked:
         if not any((folder / name).is_file() for name in ("config.yaml", "metrics.csv")):
             raise UsageError(f"{folder}: neither config.yaml nor metrics.csv there; expected the folder of a run.")
         self.name, path = folder.resolve().name, folder
-        self.config, self.environment, self.curves, self.sample = {}, {}, {}, {}  # type: dict[str, Any]
+        self.config: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
+        self.curves: dict[str, list[tuple[float, float]]] = {}
+        self.sample: dict[str, Any] = {}
         try:
             if (path := folder / "config.yaml").exists():
                 config = _flat(yaml.safe_load(path.read_text()) or {})
@@ -133,7 +136,7 @@ def _rows(data: Any) -> tuple[str, str, Iterable[Any]]:
             if n > ROWS:  # in pieces: single rows here and there would read all of a file
                 starts = torch.linspace(0, n - PIECE, ROWS // PIECE, dtype=torch.float64).long()
                 at = (starts[:, None] + torch.arange(PIECE)).flatten()
-            return part, f"{n:,}", (source.read(rows.rows(some)) for some in at.split(PIECE))
+            return part, f"{n:,}", (source.read(rows.rows(some)) for some in torch.split(at, PIECE))
     raise ValueError("no test or validation rows to predict")
 
 
