@@ -219,7 +219,7 @@ class CLI(LightningCLI):
             scores |= {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("test/")}
         if self.run is not None:
             rows, seconds = rows_words(self.datamodule, self.report.rows_used), time.monotonic() - self.begun
-            say_end(self.run.folder, steps, rows, tested, scores, seconds, trainer.strategy.root_device)
+            say_end(self.run.folder, steps, rows, tested, scores, seconds, self.report.memory.peak_words())
             self.run.ended()
             if self.config.report_page:
                 page(self.run.folder, self.model, self.datamodule, trainer, tested)

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 
 from project.data.datamodule import PARTS, StreamDataModule
 from project.devices import is_rank_zero
 from project.engine.checkpoint import Checkpoints
-from project.engine.memory import peak_memory
 from project.resuming import changes
 
 # Warnings of Lightning and torch that a user cannot act on
@@ -59,7 +57,9 @@ def say_start(
         if command == "fit":
             sizes = data.batch_size, trainer.world_size, trainer.accumulate_grad_batches
             print(
-                "batch       {} effective = {} rows x {} devices x {} accumulated".format(data.effective_batch, *sizes)
+                "batch       {} effective = {} rows x {} {} x {} accumulated".format(
+                    data.effective_batch, sizes[0], sizes[1], "device" if sizes[1] == 1 else "devices", sizes[2]
+                )
             )
         parts = PARTS if command == "fit" else ({"validate": "val"}.get(command, command),)
         print("rows        " + ", ".join(f"{len(data.part(p)[1]):,} {p}" for p in parts))
@@ -90,14 +90,14 @@ def say_scores(scores: Mapping[str, float]) -> None:
 
 
 def say_end(
-    folder: Path, steps: int, rows: str, tested: str, scores: dict[str, float], seconds: float, device: torch.device
+    folder: Path, steps: int, rows: str, tested: str, scores: dict[str, float], seconds: float, memory: str
 ) -> None:
     """The lines at the end: what was trained and tested, scores, time, where everything is."""
-    print(f"trained     {steps:,} optimizer steps{rows}")
+    print(f"trained     {steps:,} optimizer step{'s' * (steps != 1)}{rows}")
     print(f"tested      {tested}")
     epoch_loss = scores.pop("train/epoch_loss", None)
     say_scores(scores if epoch_loss is None else {**scores, "train/loss": epoch_loss})
-    print(f"time        {seconds:.1f} s; peak memory {peak_memory(device)}")
+    print(f"time        {seconds:.1f} s; peak memory {memory}")
     print(f"results     {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())), flush=True)
 
 
@@ -122,8 +122,9 @@ def rows_words(data: L.LightningDataModule, used: int) -> str:
     used_an_epoch, rows = data.rows_of_epoch()
     shares, skipped = data.train_stream.chunks.shares, getattr(data.source, "skipped", 0)
     whole = shares.full + shares.tail
-    words += f"; of {rows:,} rows an epoch {rows - whole:,} dropped (an incomplete effective batch)"
-    words += f", {whole - used_an_epoch:,} beyond the limit" if used_an_epoch < whole else ""
+    left_out = (rows - whole, "dropped (an incomplete effective batch)"), (whole - used_an_epoch, "beyond the limit")
+    why = ", ".join(f"{n:,} {reason}" for n, reason in left_out if n)
+    words += f"; an epoch has {used_an_epoch:,} of {rows:,} rows: {why}" if why else f"; an epoch has all {rows:,} rows"
     return words + (f"; {skipped:,} bad rows skipped" if skipped else "")
 
 

@@ -3,15 +3,15 @@
 
 def test_after_training_and_its_test(run, small):
     done = run(*small, "--data.batch_size", "32")  # 160 training rows, 20 of validation, 20 of test
-    assert "160 rows used; of 160 rows an epoch 0 dropped" in done.out
+    assert "160 rows used; an epoch has all 160 rows" in done.out
     assert "20 rows" in next(line for line in done.out.splitlines() if line.startswith("tested"))
     done = run(*small, "--data.batch_size", "50")
-    assert "150 rows used; of 160 rows an epoch 10 dropped" in done.out
+    assert "150 rows used; an epoch has 150 of 160 rows: 10 dropped (an incomplete effective batch)" in done.out
 
 
 def test_rows_beyond_a_limit_are_not_called_dropped(run, small):
     done = run(*small, "--limit_train_batches", "5")
-    assert "of 160 rows an epoch 0 dropped (an incomplete effective batch), 120 beyond the limit" in done.out
+    assert "an epoch has 40 of 160 rows: 120 beyond the limit" in done.out
 
 
 def test_after_validation_and_test(run, small):

@@ -38,7 +38,7 @@ WORKS = [
     ("--log_every_n_steps 1", r"\n3,"),  # a row of metrics.csv for each step
     ("--enable_checkpointing false", "the weights in memory"),
     ("--enable_model_summary true", "Total params"),
-    ("--accumulate_grad_batches 4", "32 effective = 8 rows x 1 devices x 4 accumulated"),
+    ("--accumulate_grad_batches 4", "32 effective = 8 rows x 1 device x 4 accumulated"),
     ("--profiler simple", "fit-profile.txt"),
     ("--barebones true", "trained     20 optimizer steps"),
     ("--plugins AsyncCheckpointIO", "checkpoints/last.ckpt"),

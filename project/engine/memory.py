@@ -16,6 +16,7 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak, self.peak_step = 0.0, 0  # MB on this rank, and the optimizer step by which it was reached
+        self.ranks = 1
         self._next = 0.0
         self._last = 0.0
 
@@ -39,13 +40,31 @@ class Memory:
         if self.device.type == "cuda":  # pragma: cuda
             torch.cuda.empty_cache()
 
+    def note(self, most: float, step: int, ranks: int) -> None:
+        """``most`` MB are held by the fullest of all ranks."""
+        self.ranks = ranks
+        if most > self.peak:
+            self.peak, self.peak_step = most, step
+
     def peak_words(self) -> str:
         """The most there was, when, and what share of the device that is."""
-        if self.device.type == "cuda":  # pragma: cuda
-            self.read(self.peak_step)
-            share = self.peak * MB / torch.cuda.get_device_properties(self.device).total_memory
-            return f"{self.peak:,.0f} MB on {self.device}, {share:.0%} of it, by step {self.peak_step:,}"
-        return peak_memory(self.device)
+        if not self.peak:  # nothing was read: barebones
+            return peak_memory(self.device)
+        whole, name = (
+            whole_memory(self.device) / MB,
+            str(self.device) if self.device.type == "cuda" else "the machine's",
+        )
+        share = f", {self.peak / whole:.0%} of {name}" if whole else ""
+        ranks = f", on the fullest of {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.peak:,.0f} MB by step {self.peak_step:,}{share}{ranks}"
+
+
+def whole_memory(device: torch.device) -> int:
+    """Bytes of memory that a CUDA device has, or this machine; 0 where the system does not tell."""
+    if device.type == "cuda":  # pragma: cuda
+        return torch.cuda.get_device_properties(device).total_memory
+    names = getattr(os, "sysconf_names", {})  # not on Windows
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else 0
 
 
 def peak_memory(device: torch.device) -> str:

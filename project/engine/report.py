@@ -11,8 +11,10 @@ from torch import Tensor
 
 from project.engine.memory import Memory
 from project.engine.screen import Screen
+from project.engine.speed import most_rows_per_s, rows_of
 
 MOST_HELD = 1 << 24  # numbers of predictions kept for the metrics of training, before these are brought up to date
+NOT_OWN = ("val", "test/", "step", "epoch")  # what a name logged with ``self.log`` starts with that is told elsewhere
 
 
 class Report(L.Callback):
@@ -37,10 +39,10 @@ class Report(L.Callback):
         self._rows: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []  # predictions and targets
         self._held = 0  # numbers in them
-        self._rows_before = self._rows_reported = (
-            0  # ``rows_used`` when the epoch, or training in it, began; at a report
-        )
+        self._rows_before = self._rows_reported = 0  # ``rows_used`` when the epoch, or training in it, began; reported
         self._state: dict[str, Any] = {}  # when training ended, or of a checkpoint
+        self._validated = False  # in this epoch
+        self._most_rows_per_s: float | None = None  # that the devices could do, if FLOPs are known
         self._pending = torch.zeros(2, dtype=torch.float64)  # loss x rows and rows of all ranks: since the last report
         self._epoch = torch.zeros(2, dtype=torch.float64)  # … and since the epoch began
         self._measure: Callable[[str, Tensor, Tensor], None] | None = None
@@ -58,7 +60,9 @@ class Report(L.Callback):
         self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
         self._reported = self._epoch_started = time.monotonic()  # a resumed epoch has no start of its own
         self.first_step = trainer.global_step
-        self._measure, self._trainer = getattr(pl_module, "measure", None), trainer
+        self._measure = getattr(pl_module, "measure", None)
+        self._trainer = trainer
+        self._most_rows_per_s = most_rows_per_s(trainer, pl_module)
         if (scores := self._state.get("scores")) and (scores_of := getattr(pl_module, "scores_of", None)):
             scores_of("train").restore(scores)
         self._reported_batch = done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -70,8 +74,9 @@ class Report(L.Callback):
     def _begin_epoch(self, trainer: L.Trainer, done: int) -> None:
         self._stream = getattr(trainer.datamodule, "train_stream", None)  # type: ignore[attr-defined]
         self._epoch_started, self._number = time.monotonic(), trainer.current_epoch
-        self._rows_before = self.rows_used
-        self._title = f"epoch {self._number + 1}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else "")
+        self._rows_before, self._validated = self.rows_used, False
+        of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""
+        self._title = f"epoch {self._number + 1}{of}"
         self._screen.begin(self._title, done)
 
     def on_train_batch_end(
@@ -83,7 +88,7 @@ class Report(L.Callback):
             if self._stream is not None and self._stream.weight == 0.0:
                 self._rows.append(0)  # a row of padding, on a rank with no share of the last batch
             elif target is None:
-                self._rows.append(_rows_of(batch))
+                self._rows.append(rows_of(batch))
             else:
                 self._rows.append(len(target))
                 if self._measure is not None:
@@ -132,7 +137,8 @@ class Report(L.Callback):
         self._epoch += total
         self.rows_used += int(total[1])
         self._losses, self._rows = self._losses[whole:], self._rows[whole:]
-        return float(memory.max())
+        self.memory.note(most := float(memory.max()), trainer.global_step, trainer.world_size)
+        return most
 
     def _report(self, trainer: L.Trainer, batches: int) -> None:
         """Average what came since the last report and send it to every logger; ``batches`` of the epoch are done."""
@@ -142,6 +148,7 @@ class Report(L.Callback):
         values = {"train/loss": loss / rows} if rows > 0 else {}
         if used := self.rows_used - self._rows_reported:  # without those of before a resume
             values["rows_per_s"] = used / seconds
+            values |= {"mfu": used / seconds / self._most_rows_per_s} if self._most_rows_per_s else {}
         steps = (batches - self._reported_batch) / trainer.accumulate_grad_batches
         values |= {"steps_per_s": steps / seconds, "memory_mb": memory}
         if (reserved := self.memory.reserved()) is not None:  # pragma: cuda
@@ -184,8 +191,10 @@ class Report(L.Callback):
         if not cut:
             self._send(trainer, values)
             self._epoch.zero_()
-        shown = {**values, **{n: v for n, v in trainer.callback_metrics.items() if n.startswith("val/")}}
-        words = [f"{n.replace('epoch_', '')} {float(v):.5g}" for n, v in shown.items()]
+        words = [f"{n.replace('epoch_', '')} {v:.5g}" for n, v in values.items()]
+        logged = trainer.callback_metrics.items()  # validation's, if there was one in this epoch, and the user's own
+        words += [f"{n} {float(v):.5g}" for n, v in logged if n.startswith("val") and self._validated]
+        words += [f"{n} {float(v):.5g}" for n, v in logged if not n.startswith(NOT_OWN) and not n.endswith("_step")]
         seconds, used = max(time.monotonic() - self._epoch_started, 1e-9), self.rows_used - self._rows_before
         words += [f"{used / seconds:,.0f} rows/s"] if used else []
         self._screen.line(f"{self._title}  " + "  ".join(words))
@@ -208,28 +217,17 @@ class Report(L.Callback):
     # ---- evaluation and prediction
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._screen.begin("validate")
+        self._screen.begin(trainer.state.stage.value)  # type: ignore[union-attr]
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._screen.begin("test")
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:  # of args, [3] is batch_idx
+        if self._screen.due() and not trainer.sanity_checking:
+            stage: str = trainer.state.stage.value  # type: ignore[union-attr]
+            totals = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+            words = f"{self.memory.read(trainer.global_step):,.0f} MB"
+            self._screen.show(stage, args[3] + 1, sum(totals.get(stage, trainer.num_val_batches)), words)
 
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._screen.begin("predict")
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if not trainer.sanity_checking:
-            self._progress("validate", args, trainer.num_val_batches)
-
-    def on_test_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._progress("test", args, trainer.num_test_batches)
-
-    def on_predict_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._progress("predict", args, trainer.num_predict_batches)
-
-    def _progress(self, stage: str, args: tuple[Any, ...], totals: list[int | float]) -> None:
-        if self._screen.due():
-            batch_idx = args[3]  # pl_module, outputs, batch, batch_idx, dataloader_idx
-            self._screen.show(stage, batch_idx + 1, sum(totals), f"{self.memory.read(0):,.0f} MB")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._screen.close()
@@ -240,12 +238,7 @@ class Report(L.Callback):
             return
         values = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
         self.last |= values
-        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # whose line is about to tell the same
+        self._validated = True
+        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # whose line tells the same values
         if trainer.state.fn == TrainerFn.FITTING and not ends_epoch:
             self._screen.line(f"step {trainer.global_step:,}  " + "  ".join(f"{n} {v:.5g}" for n, v in values.items()))
-
-
-def _rows_of(batch: Any) -> int:
-    """Rows of a batch whose step returned the bare loss: those of its first tensor; 1 if it has a shape of its own."""
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    return len(first) if isinstance(first, Tensor) and first.ndim else 1

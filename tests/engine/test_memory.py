@@ -1,8 +1,10 @@
 """Memory stays flat however long a run is and however many rows its source has."""
 
 import gc
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning as L
@@ -104,6 +106,7 @@ def test_a_reading_counts_workers_and_keeps_the_highest_only(monkeypatch):
     memory = Memory(torch.device("cpu"))
     alone = memory.read(1)
     assert 50 < alone < 100_000
+    monkeypatch.setattr(memory, "_next", float("inf"))  # however slow this machine is
     child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1)
     child.stdout.readline()
     assert memory.read(2) == alone  # read once a second at most
@@ -112,3 +115,21 @@ def test_a_reading_counts_workers_and_keeps_the_highest_only(monkeypatch):
     assert memory.peak_step == 3
     child.communicate(b"\n")
     assert not [value for value in vars(memory).values() if isinstance(value, list)]
+
+
+def test_the_peak_is_told_with_its_step_and_share():
+    memory = Memory(torch.device("cpu"))
+    memory.note(memory.read(1) + 100, 7, 2)
+    assert re.fullmatch(r"[\d,]+ MB by step 7, \d+% of the machine's, on the fullest of 2 ranks", memory.peak_words())
+    assert Memory(torch.device("cpu")).peak_words().endswith(" MB")  # nothing was read
+
+
+def test_a_reading_takes_less_than_a_millisecond(monkeypatch):
+    memory = Memory(torch.device("cpu"))
+    took = []
+    for _ in range(200):
+        monkeypatch.setattr(memory, "_next", 0.0)
+        began = time.thread_time()
+        memory.read(1)
+        took.append(time.thread_time() - began)
+    assert min(took) < 1e-3

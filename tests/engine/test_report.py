@@ -273,9 +273,9 @@ def test_a_log_file_gets_whole_lines_without_control_characters(tmp_path, screen
 
 def test_a_steady_pace(tmp_path, screen, monkeypatch):
     out = screen(terminal=False)
-    monkeypatch.setattr("project.engine.screen.FIRST_LINE_SECONDS", 1e9)
+    monkeypatch.setattr("project.engine.screen.FIRST_LINE_SECONDS", 600.0)
     train(tmp_path, Report())
-    assert len(out.getvalue().splitlines()) == 2  # over before the first line was due: only those of the epochs
+    assert len(out.getvalue().splitlines()) == 2  # over before the first: only the lines of the epochs
 
 
 def test_a_terminal_gets_a_bar(tmp_path, screen, monkeypatch):
@@ -303,6 +303,28 @@ def test_a_narrow_terminal_and_an_unknown_length_do_not_break_the_bar(screen, mo
     lines = Screen(enabled=True)
     lines.show("epoch 1", 5, float("inf"), "")
     assert sys.stdout.getvalue() == "epoch 1  5 batches\n"
+
+
+def test_the_line_of_an_epoch_tells_its_own_values_and_those_the_user_logs(tmp_path, screen):
+    class Talkative(Module):
+        def training_step(self, batch, batch_idx):
+            self.log("mine", float(batch_idx), on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    out = screen(terminal=False)
+    train(tmp_path, Report(), Talkative(nn.Linear(3, 1)), check_val_every_n_epoch=2)
+    first, second = [line for line in out.getvalue().splitlines() if line.startswith("epoch")]
+    assert "  mine 24.5  " in first
+    assert "val/loss" not in first  # there was no validation yet, nor are old scores told again
+    assert "  val/loss " in second
+
+
+def test_flops_make_a_share_of_what_the_devices_could_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("project.engine.report.most_rows_per_s", lambda trainer, module: 1e6)
+    _, rows = train(tmp_path, Report(False), max_epochs=1)
+    for row in rows:
+        if row["rows_per_s"]:
+            assert float(row["mfu"]) == pytest.approx(float(row["rows_per_s"]) / 1e6)
 
 
 def test_switched_off_it_is_silent(tmp_path, screen):
