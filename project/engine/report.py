@@ -227,7 +227,7 @@ class Report(L.Callback):
             self._screen.show(stage, args[3] + 1, sum(totals.get(stage, trainer.num_val_batches)), words)
 
     on_test_start = on_predict_start = on_validation_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._screen.close()
