@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 

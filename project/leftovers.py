@@ -3,7 +3,8 @@
 import os
 from typing import Any
 
-from lightning.pytorch.plugins.environments import LSFEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 from project.usage import UsageError

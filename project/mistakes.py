@@ -127,8 +127,8 @@ def unwrapped(e: Exception, folder: Path | None = None) -> Exception:
 
     What a disk refused to write in the run ``folder`` is put in words.
     """
-    if folder is not None and (found := refused(e, folder)):
-        return found
+    if folder is not None and (full := refused(e, folder)):
+        return full
     while isinstance(e.__cause__, Exception) and "jsonargparse" in traceback.extract_tb(e.__traceback__)[-1].filename:
         e = e.__cause__
     ours = r"Caught ValueError in DataLoader worker .*[/\\]project[/\\][^\n]*\n +raise .*?\nValueError: (.*)"

@@ -156,7 +156,8 @@ def _speed() -> Iterator[Check]:
             times.append(time.perf_counter() - begun)
         return max(1e-9, min(times[1:]))
 
-    count, cpu = torch.cuda.device_count() if torch.cuda.is_available() else 0, {}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cpu: dict[int, float] = {}
     for device in ("cpu", *(f"cuda:{i}" for i in range(count)), *["mps"] * torch.backends.mps.is_available()):
         words, slow = [], ""
         for n in (1000, 2000) if device == "cpu" else (1000, 2000, 8000):
