@@ -20,10 +20,9 @@ def refuse_leftovers(config: Any) -> None:
     Raises:
         UsageError: Naming the variables and how to unset them.
     """
-    if os.environ.get(STARTED_BY) in (str(os.getpid()), str(os.getppid())) or config["plugins"]:
-        return
+    started = os.environ.get(STARTED_BY) in (str(os.getpid()), str(os.getppid()))
     os.environ[STARTED_BY] = str(os.getpid())
-    if LSFEnvironment.detect():
+    if started or config["plugins"] or LSFEnvironment.detect():
         return
     if SLURMEnvironment.detect():
         tasks = int(os.environ.get("SLURM_NTASKS") or 1)

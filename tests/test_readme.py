@@ -1,10 +1,12 @@
 """The README is true: its commands run, its snippets work as they stand."""
 
+import contextlib
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ def blocks(language):
 
 def commands():
     lines = [line for block in blocks("bash") for line in block.splitlines()]
-    return lines + re.findall(r"`(python train\.py [^`…]*)`", README)
+    return lines + re.findall(r"`(python (?:train\.py|-m project\.tools\.\w+) [^`…]*)`", README)
 
 
 def snippet(name):
@@ -52,7 +54,9 @@ def here(clone, monkeypatch):
 
 def test_the_page_lists_what_this_file_runs():
     assert blocks("bash")[0] == "pip install -r requirements.txt && python train.py\npytest\n"  # run by .ci/run
-    assert all(c.startswith(("python train.py", "pip install", "pytest")) for c in commands())
+    assert all(
+        c.startswith(("python train.py", "python -m project.tools.", "pip install", "pytest")) for c in commands()
+    )
 
 
 def runnable():
@@ -66,10 +70,24 @@ def test_command(here, command, capsys):
     assert "run folder" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tool", ["report", "export", pytest.param("doctor", marks=pytest.mark.slow)])
+def test_tool(here, tool):
+    """After the command that made its run (tests of this file run in order)."""
+    found = [shlex.split(c)[3:] for c in commands() if c.startswith(f"python -m project.tools.{tool}")]
+    if tool == "report":
+        pytest.importorskip("matplotlib")
+    if not Path("runs/generate/first/checkpoints/last.ckpt").exists():
+        main(["--config", "configs/generate.yaml", "--run_dir", "runs/generate/first", "--max_epochs", "1"])
+    for argv in found:
+        with contextlib.suppress(SystemExit) if tool == "doctor" else contextlib.nullcontext():  # it may find faults
+            import_module(f"project.tools.{tool}").main(argv)
+    assert found
+
+
 def test_two_processes_from_the_command_line(here):
     (command,) = [c for c in commands() if "--accelerator cpu --devices 2" in c]
-    arguments = [sys.executable, str(ROOT / "train.py"), *shlex.split(command)[2:]]
-    done = subprocess.run(arguments, cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    arguments = [sys.executable, str(ROOT / "train.py"), *shlex.split(command)[2:], "--limit_train_batches", "200"]
+    done = subprocess.run(arguments, cwd=here, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "64 effective = 16 rows x 2 devices x 2 accumulated" in done.stdout
     assert done.stdout.count("run folder") == done.stdout.count("results") == 1  # of one voice
