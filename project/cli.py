@@ -6,28 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningCLI
 
+from project.building import build, saves, settle
 from project.data.datamodule import StreamDataModule
-from project.devices import (
-    check_devices,
-    check_strategy,
-    device_words,
-    follow_launcher,
-    is_rank_zero,
-    plugins,
-    strategy,
-)
-from project.engine.checkpoint import AtomicCheckpointIO, Checkpoints
-from project.engine.lean import NoProfiler, spare
+from project.devices import check_devices, check_strategy, device_words, follow_launcher, is_rank_zero
+from project.engine.checkpoint import Checkpoints
 from project.engine.metrics_csv import MetricsCSV
-from project.engine.nonfinite import NonFinite
-from project.engine.oom import OutOfMemory
 from project.engine.predictions import PredictionWriter
-from project.engine.report import Report
 from project.engine.resume import KEY, Resume, check_same
-from project.engine.signals import Signals
 from project.mistakes import check_config_file, in_words, unwrapped
 from project.module import Module
 from project.resuming import (
@@ -39,7 +26,7 @@ from project.resuming import (
     load_weights,
     settle_optimizer,
 )
-from project.run import Run, environment, experiment, has_ended, loggers, output_file
+from project.run import Run, environment, experiment, has_ended, output_file
 from project.settings import IN_FEATURES, ONCE, add_flags, check_objects, check_settings, net_size
 from project.summary import has_test, page, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
 from project.usage import Failed, Parser, Setting, UsageError, arguments, settings_typed
@@ -124,49 +111,20 @@ class CLI(LightningCLI):
         self.complete = self.finished and (self.resumed is None or has_ended(self.resumed))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """The Trainer with our parts, each of which steps back for one of the user's. The run folder is reserved."""
+        """The Trainer with our parts. The run folder is reserved."""
         config = dict(self.config_init.trainer)
-        callbacks = config["callbacks"] or []
-        config["callbacks"] = callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
         if every := self.config.val_every_n_steps:  # Lightning counts micro-batches
             config.update(val_check_interval=every * config["accumulate_grad_batches"], check_val_every_n_epoch=None)
-        config["strategy"] = strategy(config, self.model, self.datamodule)
-        config["plugins"] = plugins(config["plugins"])
-        bare, dry = config["barebones"], config["barebones"] or config["fast_dev_run"]
-        own_bar = any(isinstance(c, ProgressBar) for c in callbacks)
-        self.report = Report(draw=config["enable_progress_bar"] is not False and not own_bar)
-        if bare:
-            self.report.first_step = 0  # which nobody will tell it
-        else:
-            callbacks.insert(0, self.report)  # first: it knows of a step before a callback of the user's can fail
-            callbacks += [Resume(self.config.resume_changed, self.replaced), Signals()]
-            callbacks += [NonFinite(self.config.nonfinite), OutOfMemory(self.config.oom)]
-            if not own_bar:
-                config["enable_progress_bar"] = False
-            config["enable_model_summary"] = bool(config["enable_model_summary"])
-            config["profiler"] = config["profiler"] or NoProfiler()
-        if self.command == "fit" and not dry and config["enable_checkpointing"] is not False:
+        if self.command == "fit" and saves(config):
             self.checkpoints = self.config_init.checkpoint
-            callbacks.append(self.checkpoints)
-        elif config["enable_checkpointing"] is None and not bare:
-            config["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
         if is_rank_zero():
             name = self.experiment = experiment(self.files[0] if self.files else DEFAULT_CONFIG)
             replace = self.config.resume == "auto"
             self.run = Run(self.resumed or self.config.run_dir, name, resumed=bool(self.resumed), replace=replace)
-            config["default_root_dir"] = str(self.run.folder)
-        if config["logger"] is not False and not bare:
-            step = self.checkpoint["global_step"] if self.resumed else None
-            config["logger"] = [] if dry else loggers(self.run, step, config["logger"])
-        try:
-            trainer = self.trainer_class(**config)
-        except Exception as e:  # of whatever type: all that happened is that settings were looked at
-            if self.run is not None:
-                self.run.discard()
-            raise UsageError("The Trainer refuses these settings: " + " ".join(str(e).split())[:500]) from e
-        spare(trainer)
-        if type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
-            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        step = self.checkpoint["global_step"] if self.resumed else None
+        resume = Resume(self.config.resume_changed, self.replaced)
+        objects = config, self.model, self.datamodule, self.run, self.checkpoints
+        trainer, self.report = build(*objects, step, resume, self.config.nonfinite, self.config.oom)
         return trainer
 
     # ---- before, during and after the run
@@ -184,10 +142,7 @@ class CLI(LightningCLI):
             check_same(self.datamodule, self.checkpoint)
         if self.command == "predict":
             self.output = output_file(self.config.output, self.run.folder)
-        if self.checkpoints is not None:
-            self.checkpoints.dirpath = self.run.folder / "checkpoints"
-            self.checkpoints.follow(self.model)
-        self.run.take_profile(self.trainer.profiler)  # type: ignore[attr-defined]
+        settle(self.run, self.model, self.trainer, self.checkpoints)
         devices = device_words(self.trainer)
         config = self.config.clone()
         for name in ONCE:
@@ -255,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
         if not cli.complete:
             getattr(cli, cli.command)()
     except Exception as wrapped:
-        e = unwrapped(wrapped, cli and cli.run and cli.run.folder)
+        e = unwrapped(wrapped, cli.run.folder if cli is not None and cli.run is not None else None)
         if not isinstance(e, UsageError) and not in_words(e):
             raise e from e.__cause__
         started = cli is not None and cli.trainer.global_step > 0

@@ -1,5 +1,6 @@
 """``from project import fit``: what a notebook uses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from project import fit
@@ -32,6 +34,18 @@ def test_a_net_and_a_source_are_enough(here):
     saved = torch.load("run/checkpoints/last.ckpt", weights_only=True)["state_dict"]["net.weight"]
     assert torch.equal(saved, trainer.lightning_module.net.weight)
     assert Path("run/metrics.csv").exists()
+    told = json.loads(Path("run/environment.json").read_text())
+    assert told["devices"].startswith("CPU")
+    assert told["ended"]
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert config["trainer"] == {"max_epochs": 2}
+    assert config["model"].startswith("Linear(")
+
+
+def test_a_net_that_the_data_does_not_suit_is_refused_and_leaves_no_folder(here):
+    with pytest.raises(ValueError, match=r"(?s)The data has 5 input columns.*Its first layer takes 4"):
+        fit(net(), SyntheticSource(rows=200, features=5), max_epochs=1, run_dir="run")
+    assert not Path("run").exists()
 
 
 def test_it_trains_the_model_that_the_command_trains(here, run):
@@ -66,7 +80,8 @@ if __name__ == "__main__":
         how = {"accelerator": "cpu", "devices": devices, "strategy": strategy, "run_dir": strategy}
         trainer = fit(model, data, max_epochs=1, **how)
     a, b = one.linear.weight, trainer.lightning_module.net.linear.weight
-    assert trainer.global_step == 10
+    saved = torch.load("ddp_spawn/checkpoints/last.ckpt", weights_only=True)
+    assert saved["global_step"] == 10  # the Trainer's own count stays in the processes that are gone
     assert torch.allclose(a, b, atol=1e-6), (a, b)
     print("equal")
 """

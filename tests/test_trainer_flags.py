@@ -26,7 +26,7 @@ WORKS = [
     ("--callbacks TQDMProgressBar", ONE_EPOCH),
     ("--callbacks ModelCheckpoint", "checkpoints/epoch=0-step=20.ckpt"),
     ("--fast_dev_run 2", "trained     2 optimizer steps"),
-    ("--min_epochs 2 --max_steps 1", "trained     1 optimizer steps"),
+    ("--min_epochs 2 --max_steps 1", "trained     1 optimizer step"),
     ("--max_steps 5", "trained     5 optimizer steps; 40 rows used"),
     ("--limit_train_batches 3", "trained     3 optimizer steps"),
     ("--limit_train_batches 0.5", "trained     10 optimizer steps"),

@@ -7,6 +7,8 @@ Only what is done differs, never what comes out: weights are bit-equal to those 
 
 import contextlib
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -55,23 +57,26 @@ def skip_empty_logs(trainer: L.Trainer) -> None:
     """
     connector = getattr(trainer, "_logger_connector", None)
     update, log = (getattr(connector, name, None) for name in ("on_batch_end", "update_eval_step_metrics"))
-    training = trainer.fit_loop.epoch_loop
-    if update is None or log is None or not hasattr(training, "_results"):
+    if update is None or log is None or not hasattr(trainer.fit_loop.epoch_loop, "_results"):
         return
 
-    def on_batch_end() -> None:
-        results: Any = training._results if trainer.state.stage is RunningStage.TRAINING else trainer._results
-        if results:
-            update()
-        else:
-            results.batch = results.batch_size = None  # as Lightning does: the batch is not kept alive
+    # partial: a Trainer is pickled to be sent to spawned processes
+    connector.on_batch_end = partial(_on_batch_end, trainer, update)  # type: ignore[union-attr]
+    connector.update_eval_step_metrics = partial(_update_eval_step_metrics, trainer, log)  # type: ignore[union-attr]
 
-    def update_eval_step_metrics(step: int) -> None:
-        if trainer._results:
-            log(step)
 
-    connector.on_batch_end = on_batch_end  # type: ignore[union-attr]
-    connector.update_eval_step_metrics = update_eval_step_metrics  # type: ignore[union-attr]
+def _on_batch_end(trainer: L.Trainer, update: Callable[[], None]) -> None:
+    training = trainer.state.stage is RunningStage.TRAINING
+    results: Any = trainer.fit_loop.epoch_loop._results if training else trainer._results
+    if results:
+        update()
+    else:
+        results.batch = results.batch_size = None  # as Lightning does: the batch is not kept alive
+
+
+def _update_eval_step_metrics(trainer: L.Trainer, log: Callable[[int], None], step: int) -> None:
+    if trainer._results:
+        log(step)
 
 
 def spare(trainer: L.Trainer) -> None:
