@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from project.data.datamodule import StreamDataModule
 from project.engine.checkpoint import Checkpoints
+from project.engine.parts import DoesNotFit, is_memory, must_be_memory
 from project.module import Module
 from project.scores import Scores
 from project.usage import DEFAULT_CLASSES, UsageError
@@ -86,7 +87,7 @@ def check_objects(command: str, model: L.LightningModule, data: L.LightningDataM
     """Refuse an optimizer that cannot be made, data that is too little, and rows that the net cannot take.
 
     Raises:
-        UsageError, ValueError: With what was found, and the flag that helps.
+        UsageError, ValueError, DoesNotFit: With what was found, and the flag that helps.
     """
     if isinstance(model, Module):
         try:
@@ -99,14 +100,26 @@ def check_objects(command: str, model: L.LightningModule, data: L.LightningDataM
         data.check(command)
         if isinstance(model, Module) and not any(p.is_meta for p in model.parameters()):
             source, _ = data.part("predict" if command == "predict" else "train")
-            check_step(model, source.read(torch.arange(min(8, len(source)))), command)
+            for rows in (min(8, len(source)), 1):
+                try:
+                    check_step(model, source.read(torch.arange(rows)), command)
+                    break
+                except (RuntimeError, MemoryError) as e:
+                    must_be_memory(e)
+            else:
+                weights = sum(p.nbytes for p in model.parameters()) / 1e6
+                raise DoesNotFit(
+                    "Out of memory before the start: not even one row fits on the CPU, where a net is tried first. "
+                    f"Its weights take {weights:,.0f} MB.\nMake it smaller with --model.net, or free memory of this "
+                    "machine; the most that a net needs later is in docs/memory.md."
+                )
 
 
 def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> None:
     """Try a few rows before training starts: they must suit the net, and its predictions the loss and the metrics.
 
     Raises:
-        ValueError: With what was tried, and what was said of it.
+        ValueError: With what was tried, and what was said of it. An error of memory stands.
     """
     x, net, parameters = batch[0], type(model.net).__name__, [*model.net.parameters()]
     training = model.training
@@ -116,6 +129,8 @@ def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> 
                 x = x.to(parameters[0].device, parameters[0].dtype)
             pred = model.net.eval()(x)
         except RuntimeError as e:
+            if is_memory(e):
+                raise
             wants = [m.in_features for m in model.net.modules() if isinstance(m, torch.nn.Linear)][:1]
             raise ValueError(
                 f"The data has {x.shape[-1]} input columns, but {net} refuses rows of shape {list(x.shape)}: "
@@ -143,6 +158,8 @@ def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> 
             for scores in (m for m in model.modules() if isinstance(m, Scores)):
                 scores.settle()
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as e:
+            if is_memory(e):
+                raise
             raise ValueError(f"{tried}: refuses predictions {shapes}: {' '.join(str(e).split())[:300]}") from None
         finally:
             for metric in (m for m in model.modules() if isinstance(m, torchmetrics.Metric | Scores)):

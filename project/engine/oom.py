@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -33,14 +32,14 @@ class OutOfMemory(L.Callback):
 
     Before that, the random states and the buffers that a step changes (running statistics of a BatchNorm) are put back;
     a BatchNorm then sees each part as a batch, as with a smaller ``batch_size`` and more accumulation. Training is
-    protected where parts give the gradient of the whole, else a line says why not (``why_off``). In steps that fit
-    nothing is freed, flushed or waited for.
+    protected where parts give the gradient of the whole; elsewhere a line says why not (``why_off``), and a step that
+    does not fit ends the run in words. In steps that fit nothing is freed, flushed or waited for.
 
     Args:
         mode: "stop" leaves everything as it is.
 
     Raises:
-        DoesNotFit: With the peak, the sizes, the last checkpoint and the flags to try.
+        DoesNotFit: With the reason, the peak, the sizes, the last checkpoint and the flags to try.
     """
 
     def __init__(self, mode: Literal["split", "stop"] = "split") -> None:
@@ -56,25 +55,26 @@ class OutOfMemory(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
         self._state = parts.State(pl_module, trainer.strategy.root_device)
-        if self.mode == "split" and isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-            for name in EVALUATION:
-                self._wrap(pl_module, name, self._evaluate)
+        self._why = {"eval": parts.exchanges_weights(trainer)}  # parts are not tried, if so
+        self._resume: Resume | None = next((c for c in trainer.callbacks if isinstance(c, Resume)), None)  # type: ignore[attr-defined]
+        for name in EVALUATION if self.mode == "split" else ():
+            self._wrap(pl_module, name, self._evaluate)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parameters = [p for p in pl_module.parameters() if p.requires_grad]
-        if self.mode == "stop" or (why := parts.why_off(trainer, pl_module)):
-            if self.mode == "split" and trainer.is_global_zero:
-                print(f"oom         a training step that runs out of memory ends the run: {why}", flush=True)
+        self._why["train"] = why = parts.why_off(trainer, pl_module)
+        if self.mode == "stop":
             return
+        if why and trainer.is_global_zero:
+            print(f"oom         a training step that runs out of memory ends the run: {why}", flush=True)
         self._wrap(pl_module, "training_step", self._train)
         self._wrap(trainer.strategy, "backward", self._backward)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out when it resumes inside an epoch
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._before = None
         self._state.watch_buffers()  # anew: layers may have been frozen or thawed
+
+    on_train_start = on_train_epoch_start  # which Lightning leaves out when it resumes inside an epoch
 
     def _wrap(self, owner: Any, name: str, around: Step) -> None:
         inner = getattr(owner, name)
@@ -99,7 +99,7 @@ class OutOfMemory(L.Callback):
         """Around ``training_step``: all rows at once if they fit, otherwise in parts."""
         if self._before is not None:
             self._state.forget_constants(self._before)
-        self._before = self._state.now()
+        self._before = self._state.now(random=self._resume is None)  # which seeds each step, and can do so again
         most = self.rows.get("train")
         if most is None or (parts.rows_of(args[0]) or 0) <= most:
             self._args = args
@@ -199,7 +199,7 @@ class OutOfMemory(L.Callback):
         while at < n:
             before, end = self._state.now(), min(n, at + self.rows[stage])
             part = tree_map(lambda t, at=at, end=end: t[at:end], batch)
-            self._log_as(part)
+            parts.log_as(self._trainer, part)
             try:
                 outputs.append(run(part, (end - at) / n))
                 rows.append(end - at)
@@ -208,29 +208,24 @@ class OutOfMemory(L.Callback):
             except (RuntimeError, MemoryError) as e:
                 parts.must_be_memory(e)
             self._shrink(stage, part, before)
-        self._log_as(batch)
+        parts.log_as(self._trainer, batch)
         if self._told.get(stage) != self.rows[stage]:
             self._told[stage] = self.rows[stage]
             rank = f"rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
             print(f"oom         {rank}{stage} batches of {n:,} rows go in parts of {self.rows[stage]:,}", flush=True)
         return parts.joined(outputs, rows)
 
-    def _log_as(self, batch: Any) -> None:
-        # Lightning weighs what a step logs by the rows of this. Private: without it, all parts weigh alike.
-        results = getattr(self._trainer, "_results", None)
-        if results is not None and hasattr(results, "batch_size"):
-            results.batch, results.batch_size = batch, None
-
     def _shrink(self, stage: str, batch: Any, before: parts.Before) -> None:
         """After ``batch`` did not fit: put back what it changed, free what it left, halve the rows."""
         trainer, rows = self._trainer, parts.rows_of(batch)
-        for resume in trainer.callbacks if stage == "train" else ():  # type: ignore[attr-defined]
-            if isinstance(resume, Resume):  # the seeds of Python and NumPy too
-                resume.on_train_batch_start(trainer, self._module, batch, trainer.fit_loop.epoch_loop.batch_idx)
+        if stage == "train" and self._resume is not None:  # the seeds of Python and NumPy too
+            self._resume.on_train_batch_start(trainer, self._module, batch, trainer.fit_loop.epoch_loop.batch_idx)
         self._state.put_back(before)
         gc.collect(1)  # what the step has left is young; to go through all objects takes a second
         if torch.cuda.is_available():  # pragma: cuda
             torch.cuda.empty_cache()
+        if why := self._why[stage]:
+            self._stop(stage, batch, why)
         if rows is None:
             self._stop(stage, batch, "its batches cannot be cut: expected tensors with a row each, in a tuple or dict")
         if rows <= 1:

@@ -52,17 +52,18 @@ class State:
             self._buffers = [(m, name) for (m, name), old in pairs if not torch.equal(m.get_buffer(name), old)]
             self._constants_known = True
 
-    def now(self) -> Before:
+    def now(self, random: bool = True) -> Before:
+        """All of that, now; the random states cost 3 µs and can be left out."""
         buffers = [m.get_buffer(name).clone() for m, name in self._buffers]
-        return Before([g.get_state() for g in self._generators], buffers, self.updates())
+        return Before([g.get_state() for g in self._generators if random], buffers, self.updates())
 
     def updates(self) -> int:
         """Counts updates of metrics, begun ones too."""
         return sum(m.updates if isinstance(m, Scores) else m.update_count for m in self._metrics)
 
     def put_back(self, was: Before) -> None:
-        """Random states and buffers as they were; metrics cannot be."""
-        for generator, state in zip(self._generators, was.random, strict=True):
+        """Random states, if remembered, and buffers as they were; metrics cannot be."""
+        for generator, state in zip(self._generators, was.random, strict=False):
             generator.set_state(state)
         for (m, name), old in zip(self._buffers, was.buffers, strict=True):
             m.get_buffer(name).copy_(old)
@@ -82,13 +83,19 @@ class Handed(torch.autograd.Function):
         return None, None, None, *(g.mul_((grad / ctx.seed).to(g.dtype)) for g in found)
 
 
+def exchanges_weights(trainer: L.Trainer) -> str:
+    """Whether ranks gather each layer's weights in each pass, so that none can make more passes than others."""
+    simple = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+    return "" if simple else f"{type(trainer.strategy).__name__} exchanges weights within a step"
+
+
 def why_off(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
     """Why parts of a batch would not give the gradient of the whole, if so."""
     strategy, loss = trainer.strategy, getattr(pl_module, "loss", None)
     if not pl_module.automatic_optimization:
         return "it optimises by hand"
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        return f"{type(strategy).__name__} exchanges weights within a step"
+    if why := exchanges_weights(trainer):
+        return why
     for name in ("static_graph", "gradient_as_bucket_view"):
         if getattr(strategy.model, name, False):
             return f"parts would give wrong gradients with DDP's {name}"
@@ -102,11 +109,24 @@ def why_off(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
     return ""
 
 
-def must_be_memory(e: RuntimeError | MemoryError) -> None:
-    """Raise an error again unless it says that memory ran out: CUDA's, those of its libraries, the CPU's."""
+def is_memory(e: BaseException) -> bool:
+    """Whether an error says that memory ran out: CUDA's, those of its libraries, the CPU's."""
     words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-    if not isinstance(e, torch.OutOfMemoryError | MemoryError) and not any(w in str(e) for w in words):
+    plain = isinstance(e, torch.OutOfMemoryError | MemoryError)
+    return plain or (isinstance(e, RuntimeError) and any(w in str(e) for w in words))
+
+
+def must_be_memory(e: RuntimeError | MemoryError) -> None:
+    """Raise an error again unless it says that memory ran out."""
+    if not is_memory(e):
         raise e
+
+
+def log_as(trainer: L.Trainer, batch: Any) -> None:
+    """Lightning weighs what a step logs by the rows of ``batch``. Private: without it, all parts weigh alike."""
+    results = getattr(trainer, "_results", None)
+    if results is not None and hasattr(results, "batch_size"):
+        results.batch, results.batch_size = batch, None
 
 
 def check_mean(module: L.LightningModule, out: Any, total: Tensor) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import os
 
 import lightning as L
 import pytest
@@ -17,8 +18,11 @@ from project.data.datamodule import StreamDataModule
 from project.engine.checkpoint import Checkpoints
 from project.engine.oom import OutOfMemory
 from project.engine.parts import DoesNotFit
+from project.engine.predictions import PredictionWriter
 from project.engine.resume import Resume
+from project.models.deep import Deep
 from project.module import Module
+from tests.faults.harness import Job
 from tests.numbered import COLUMNS, Numbered, fit, trainer_of, weights
 from tests.ranks import on_ranks
 
@@ -165,7 +169,10 @@ def test_batchnorm_sees_parts_and_only_those(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "scaler"])
+@pytest.mark.parametrize(
+    "precision",
+    [*(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16-mixed", "64-true")), "scaler"],
+)
 def test_precisions(where, precision):
     def settings():
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -244,6 +251,7 @@ class Kept(Gradients):
         self.none.append([p.grad is None for p in pl_module.parameters()])
 
 
+@pytest.mark.slow
 def test_parameters_that_a_step_does_not_use_stay_without_a_gradient():
     for rank in on_ranks(2, unused, {"find_unused_parameters": True}):
         for found in rank[1:]:
@@ -310,6 +318,60 @@ def test_one_row_that_does_not_fit_stops_with_a_good_checkpoint(tmp_path, where)
     assert saved["state_dict"]["net.middle.calls"] == 2  # nothing of the step that failed
 
 
+class NoRoom(Deep):
+    """Has room for ``tried`` rows in evaluation mode; for none on ``rank`` after so many training steps."""
+
+    def __init__(self, in_features: int, after: int = 10**9, rank: int = 0, tried: int = 10**9) -> None:
+        super().__init__(in_features, width=8, depth=2)
+        self.after, self.rank, self.tried, self.calls = after, rank, tried, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        here = int(os.environ.get("LOCAL_RANK", "0")) == self.rank
+        if (here and self.calls > self.after) if self.training else len(x) > self.tried:
+            raise torch.OutOfMemoryError("simulated")
+        return super().forward(x)
+
+
+def command(folder, *argv, ranks=1):
+    return Job(folder, "--model.net", "tests.engine.test_oom.NoRoom", *argv, sleep=None, ranks=ranks).end()
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_1_a_checkpoint_and_what_to_try(tmp_path):
+    one = command(tmp_path, "--model.net.after", "3")
+    assert one.codes == [1]
+    assert "Traceback" not in one.screen
+    assert "error: Out of memory in train after optimizer step 3: not even one row fits." in one.screen
+    assert "last.ckpt, after step 3." in one.screen
+    assert "See docs/memory.md" in one.last_lines[-1]
+    assert one.checkpoint()["global_step"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_where_it_does_not_fit_ends_all_in_words(tmp_path, rank):
+    flags = ("--model.net.after", "3", "--model.net.rank", rank, "--checkpoint.every_n_train_steps", "2")
+    one = command(tmp_path, *flags, ranks=2)
+    assert one.codes == [1]
+    assert "Traceback" not in one.screen, one.screen
+    assert "Out of memory in train after optimizer step 3: not even one row fits" in one.screen
+    assert "last.ckpt, after step 2." in one.screen
+    assert f"rank {rank}: Out of memory" in one.last_lines[-1] or "See docs/memory.md" in one.last_lines[-1]
+    assert one.checkpoint()["global_step"] == 2
+
+
+@pytest.mark.slow
+def test_the_look_at_a_few_rows_before_the_start(tmp_path):
+    one = command(tmp_path, "--model.net.tried", "0")
+    assert one.codes == [1]
+    assert "error: Out of memory before the start: not even one row fits on the CPU" in one.screen
+    assert "Traceback" not in one.screen
+    one = command(tmp_path, "--model.net.tried", "1", "--max_steps", "2", "--run_dir", "other")
+    assert one.codes == [0], one.screen
+    assert "eval batches of" in one.screen
+
+
 class ByHand(Module):
     def __init__(self, net):
         super().__init__(net)
@@ -344,9 +406,10 @@ class OwnStep(Module):
         (lambda net: Module(net, loss=nn.MSELoss(reduction="sum")), "MSELoss is set to be no mean over rows"),
     ],
 )
-def test_where_parts_would_be_wrong_the_error_stands_and_a_line_says_why(module, why, capsys):
-    with pytest.raises(torch.OutOfMemoryError, match="simulated"):
-        train(5, module=module)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_where_parts_would_be_wrong_a_line_says_why_and_the_run_ends_in_words(module, why, where, capsys):
+    with pytest.raises(DoesNotFit, match=f"Out of memory in train after optimizer step 0: {why}"):
+        train(5, where, module=module)
     assert why in capsys.readouterr().out
 
 
@@ -387,6 +450,7 @@ def refused():
     return said
 
 
+@pytest.mark.slow
 def test_ways_of_ddp_that_give_wrong_gradients_in_parts_are_refused():
     said, _ = on_ranks(2, refused)
     assert "wrong gradients with DDP's static_graph" in said[0]
@@ -427,10 +491,33 @@ def test_scores_and_predictions_are_those_of_the_whole_and_no_row_counts_twice()
     assert found[3] == 4  # 15, 8, 4
 
 
+def written(folder, most, devices=1):
+    """The lines of predictions.csv."""
+    torch.manual_seed(1)
+    trainer = trainer_of(devices, callbacks=[OutOfMemory(), PredictionWriter(folder / f"{most}.csv")])
+    source = Numbered(ROWS)
+    data = StreamDataModule(source, predict_source=source, eval_batch_size=25)
+    trainer.predict(Module(Evaluated(most)), data, return_predictions=False)
+    if trainer.world_size > 1:
+        torch.distributed.barrier()
+    return (folder / f"{most}.csv").read_text().splitlines()
+
+
+def same_file(found, expected):
+    rows = [[line.split(",") for line in lines[1:]] for lines in (found, expected)]
+    assert [int(row[0]) for row in rows[0]] == [int(row[0]) for row in rows[1]] == [*range(ROWS)]
+    near(*(torch.tensor([float(row[1]) for row in lines]) for lines in rows))
+
+
+def test_the_file_of_predictions_keeps_its_order(tmp_path):
+    same_file(written(tmp_path, 7), written(tmp_path, 10**9))
+
+
 def on_each(most):
     return scored(most if torch.distributed.get_rank() else 10**9, 2), scored(10**9, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_alone_can_score_in_parts():
     for found, expected in on_ranks(2, on_each, 3):
         same_scores(found, expected)
