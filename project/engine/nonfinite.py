@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from project.data.datamodule import StreamDataModule
+from project.engine import parts
 from project.engine.checkpoint import Checkpoints
 from project.engine.sharding import own_shard
 from project.engine.watch import Stopped
@@ -33,10 +34,12 @@ class NonFinite(Callback):
 
     On the CPU, and with ``skip``, the answer is known before the step, which is then not made. On an accelerator
     nothing waits for it: bad gradients become zero on the device, and the run stops at the next report or save. A loss
-    that is not finite makes every gradient so, on all ranks once they are summed: all ranks see the same.
+    that is not finite makes every gradient so, on all ranks once they are summed: all ranks see the same. In 16-bit
+    training the scaler leaves out such steps itself, most often since its scale is too large; it would for ever. So
+    there the loss tells, which the scale does not change; and a scale below 1, for gradients bad at any scale.
 
     Args:
-        mode: "stop" ends the run; "skip" leaves such steps out and counts them.
+        mode: "stop" ends the run; "skip" leaves such steps out, and what they did to buffers, and counts them.
 
     Raises:
         NotFinite: Naming the step, what was not finite, the rows, and the last good checkpoint.
@@ -48,17 +51,31 @@ class NonFinite(Callback):
         self._largest: list[Tensor] = []  # per step since the last report: the largest gradient, still on the device
         self._steps: list[tuple[int, int, int]] = []  # … and which it is: step, epoch, its last micro-batch
         self._last_good = -1  # the step of the last checkpoint before them
+        self._losses: list[Tensor] = []  # of the micro-batches since the last step, with a scaler
+        self._before: parts.Before | None = None  # the buffers at the beginning of the step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._on_cpu = trainer.strategy.root_device.type == "cpu"
-        self._at_once = self._on_cpu or self.mode == "skip"
+        self._at_once = self._scaler is None and (self._on_cpu or self.mode == "skip")
         self._sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
         self._parameters = [p for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]]
         if self._at_once:  # nothing is left for later
             self.__dict__["on_train_batch_end"] = None
+        if not self._at_once or self.mode == "stop":
+            self.__dict__["on_train_batch_start"] = None
+        self._state = parts.State(pl_module, trainer.strategy.root_device)
+        self._state.watch_buffers()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            self._before = self._state.now()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        if self._scaler is not None:
+            if loss.dtype != torch.float16:  # the scale may be what it cannot hold
+                self._losses.append(loss.detach().reshape(()))
+            return
         if self._on_cpu and math.isfinite(loss.item()):
             return
         if loss.requires_grad:
@@ -69,7 +86,11 @@ class NonFinite(Callback):
         gradients = [g for p in self._parameters if (g := p.grad) is not None]
         if self._sharded:
             gradients = [shard for g in gradients if (shard := own_shard(g)).numel()]
-        if self._scaled or not (gradients or self._sharded):  # the scaler of 16-bit training looks for itself
+        if self._scaler is not None:
+            losses, self._losses = self._losses, []
+            self._note(trainer, torch.stack([torch.zeros((), device=pl_module.device), *losses]).abs().max())
+            return
+        if not (gradients or self._sharded):
             return
         if not self._at_once:
             self._mask(trainer, gradients)
@@ -83,6 +104,8 @@ class NonFinite(Callback):
             self.skipped += 1
             for p in self._parameters:
                 p.grad = None  # an optimizer passes over such parameters, momentum and all
+            if self._before is not None:
+                self._state.buffers_back(self._before)
 
     # ---- on an accelerator
 
@@ -95,6 +118,9 @@ class NonFinite(Callback):
         bad = ~torch.isfinite(largest)
         for gradient in gradients:
             gradient.masked_fill_(bad, 0.0)
+        self._note(trainer, largest)
+
+    def _note(self, trainer: L.Trainer, largest: Tensor) -> None:
         if not self._largest:
             saved = _checkpoints(trainer)
             self._last_good = saved.saved_step if saved else -1
@@ -104,10 +130,17 @@ class NonFinite(Callback):
     def _report(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Read what the steps since the last report have left on the device."""
         if self._largest:
-            fine = torch.isfinite(torch.stack(self._largest)).tolist()
-            steps, self._largest, self._steps = self._steps, [], []
-            if not all(fine):
-                self._stop(trainer, pl_module, steps[fine.index(False)], "")
+            bad = (~torch.isfinite(torch.stack(self._largest))).float()
+            if self._scaler is not None and trainer.world_size > 1:  # each rank knows its own losses
+                bad = trainer.strategy.reduce(bad, reduce_op="sum")
+            found, steps, self._largest, self._steps = bad.tolist(), self._steps, [], []
+            wrong = [step for step, n in zip(steps, found, strict=True) if n]
+            if self.mode == "skip":
+                self.skipped, wrong = self.skipped + len(wrong), []
+            if self._scaler is not None and self._scaler.get_scale() < 1:
+                wrong.append(steps[-1])
+            if wrong:
+                self._stop(trainer, pl_module, wrong[0], "")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

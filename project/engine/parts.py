@@ -65,6 +65,9 @@ class State:
         """Random states, if remembered, and buffers as they were; metrics cannot be."""
         for generator, state in zip(self._generators, was.random, strict=False):
             generator.set_state(state)
+        self.buffers_back(was)
+
+    def buffers_back(self, was: Before) -> None:
         for (m, name), old in zip(self._buffers, was.buffers, strict=True):
             m.get_buffer(name).copy_(old)
 

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from project.data.sources import Source
@@ -163,6 +164,96 @@ def test_skipping_is_as_if_the_step_had_not_been(tmp_path, capsys, accumulate, o
     train(Numbered(ROWS), tmp_path / "b", module=by_hand, callbacks=[Without(2 if accumulate == 1 else 0)], **settings)
     assert torch.equal(weights(skipping), weights(by_hand))
     assert "skipped     1 optimizer steps" in capsys.readouterr().out
+
+
+def normed():
+    torch.manual_seed(1)
+    return Module(nn.Sequential(nn.Linear(COLUMNS, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+
+
+def statistics_of(module):
+    """The statistics of the BatchNorm, and how many batches it has seen."""
+    return {name: value for name, value in module.net.state_dict().items() if "running" in name or "tracked" in name}
+
+
+class UnseenBy(L.Callback):
+    """The statistics of a BatchNorm are put back after one step: as if its rows had not been."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.before = {n: b.clone() for n, b in pl_module.named_buffers()}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.step:
+            for name, buffer in pl_module.named_buffers():
+                buffer.copy_(self.before[name])
+
+
+@pytest.mark.parametrize(("accumulate", "step"), [(1, 2), (4, 0)])
+def test_a_skipped_step_leaves_nothing_in_a_batchnorm(tmp_path, accumulate, step):
+    skipping, by_hand, settings = normed(), normed(), {"accumulate_grad_batches": accumulate}
+    train(Poisoned(19), tmp_path / "a", "skip", module=skipping, **settings)
+    train(Numbered(ROWS), tmp_path / "b", module=by_hand, callbacks=[Without(step), UnseenBy(step)], **settings)
+    assert torch.equal(weights(skipping), weights(by_hand))
+    ours, expected = statistics_of(skipping), statistics_of(by_hand)
+    assert int(ours["1.num_batches_tracked"]) == ROWS // BATCH - accumulate
+    assert all(torch.isfinite(ours[name]).all() and torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def ranks_norm(folder):
+    module = normed()
+    train(Poisoned(23), folder, "skip", devices=2, module=module)
+    return statistics_of(module)
+
+
+def test_two_processes_put_the_statistics_back_though_only_one_has_the_bad_row(tmp_path):
+    for statistics in on_ranks(2, ranks_norm, tmp_path):
+        assert int(statistics["1.num_batches_tracked"]) == ROWS // BATCH - 1
+        assert all(torch.isfinite(value).all() for value in statistics.values())
+
+
+class BadGradient(Module):
+    """A finite loss whose gradient is not, whatever the scale, from step 2 on."""
+
+    def compute_loss(self, pred, target):
+        loss = super().compute_loss(pred, target)
+        return loss + (pred * 0).sum().sqrt() if self.global_step >= 2 else loss
+
+
+def scaled(source, folder, mode="stop", module=None, scale=2.0**16):
+    """In 16 bits with a scaler, as on CUDA."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+    module = module or Module(nn.Linear(COLUMNS, 1))
+    return train(source, folder, mode, module=module, plugins=[plugin], log_every_n_steps=1)
+
+
+def test_a_scaler_does_not_leave_out_bad_rows_for_ever(tmp_path):
+    with pytest.raises(NotFinite, match=r"optimizer step 3 in epoch 1") as stop:
+        scaled(Poisoned(19), tmp_path)
+    assert "row 19 (table.csv, line 21): its input column 2 is nan" in str(stop.value)
+    assert f"{tmp_path / 'last.ckpt'}, after step 2." in str(stop.value)
+
+
+def test_a_scale_that_is_too_large_at_first_is_no_fault(tmp_path, capsys):
+    trainer, *_ = scaled(Numbered(ROWS), tmp_path, scale=2.0**20)
+    assert trainer.precision_plugin.scaler.get_scale() < 2.0**20  # it has left out a step
+    assert "skipped" not in capsys.readouterr().out
+
+
+def test_gradients_that_are_bad_at_any_scale_stop_a_run_with_a_scaler(tmp_path):
+    module = BadGradient(nn.Linear(COLUMNS, 1))
+    with pytest.raises(NotFinite, match="Not finite: the loss or the gradient"):
+        scaled(Numbered(ROWS), tmp_path, module=module, scale=4.0)
+    assert torch.isfinite(weights(module)).all()
+
+
+def test_skipping_with_a_scaler_counts(tmp_path, capsys):
+    trainer, *_ = scaled(Poisoned(19), tmp_path, "skip")
+    assert "skipped     1 optimizer steps" in capsys.readouterr().out
+    assert torch.isfinite(weights(trainer.lightning_module)).all()
 
 
 def test_finite_training_is_not_touched(tmp_path):
