@@ -182,15 +182,8 @@ def _all_reduce() -> Iterator[Check]:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for rank in range(2):
-                    command = [
-                        sys.executable,
-                        "-c",
-                        ALL_REDUCE,
-                        str(rank),
-                        f"{folder}/meet",
-                        backend,
-                        str(MEET_SECONDS),
-                    ]
+                    words = str(rank), f"{folder}/meet", backend, str(MEET_SECONDS)
+                    command = [sys.executable, "-c", ALL_REDUCE, *words]
                     ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env))
                 for process in ranks:
                     said = process.communicate(timeout=max(0.1, MEET_SECONDS + begun - time.monotonic()))[1]

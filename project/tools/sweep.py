@@ -74,26 +74,24 @@ class Sweep:
     def __init__(self, asked: argparse.Namespace, flags: list[str]) -> None:
         try:
             import optuna
+            from optuna.storages import journal
         except ImportError:
             raise UsageError("A sweep needs optuna: pip install optuna") from None
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.states, self.folder, self.flags, self.child = optuna.trial.TrialState, asked.sweep_dir, flags, None
+        self.states, self.folder, self.flags = optuna.trial.TrialState, asked.sweep_dir, flags
+        self.child: subprocess.Popen[bytes] | None = None
         self.dimensions = [Dimension(text) for text in asked.sweep]
         self.metric, self.mode, self.wanted = asked.metric, asked.mode, asked.trials
-        pruner = {
-            "median": optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1),
-            "hyperband": optuna.pruners.HyperbandPruner(),
-            "none": optuna.pruners.NopPruner(),
-        }[asked.pruner]
+        median, none = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1), optuna.pruners.NopPruner()
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.alone():
-            backend = optuna.storages.journal.JournalFileBackend(str(self.folder / "study.journal"))
+            backend = journal.JournalFileBackend(str(self.folder / "study.journal"))
             self.study = optuna.create_study(
                 storage=optuna.storages.JournalStorage(backend),
                 sampler=optuna.samplers.TPESampler(constant_liar=True),
-                pruner=pruner,
+                pruner=none if asked.pruner == "none" else median,
                 study_name="sweep",
-                direction=f"{self.mode}imize",
+                direction="minimize" if self.mode == "min" else "maximize",
                 load_if_exists=True,
             )
             what = {"sweep": asked.sweep, "flags": flags, "metric": self.metric, "mode": self.mode}
@@ -185,12 +183,9 @@ class Sweep:
         if pruned:
             state, end = self.states.PRUNED, f"pruned at {self.metric} {values[-1]:.6g}"
         elif code or not values:
-            state, end = (
-                self.states.FAIL,
-                f"failed, exit code {code}: {next((x for x in lines if 'error' in x), lines[-1])}",
-            )
-            if not code:
-                end = f"failed: no finite {self.metric} in {run}/metrics.csv"
+            why = f", exit code {code}: {next((x for x in lines if 'error' in x), lines[-1])}"
+            why = why if code else f": no finite {self.metric} in {run}/metrics.csv"
+            state, end = self.states.FAIL, f"failed{why}"
         else:
             state, best = self.states.COMPLETE, (min if self.mode == "min" else max)(values)
             end = f"{self.metric} {best:.6g}"
@@ -212,10 +207,8 @@ def _words(params: dict[str, Any]) -> str:
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
+    except OSError as e:
+        return isinstance(e, PermissionError)  # somebody else's
     return True
 
 
@@ -232,20 +225,14 @@ def _stop(child: Any) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Exit codes: 0 as many trials as asked for, at least one complete; 1 none complete; 2 wrong use; 130, 143."""
-    parser = argparse.ArgumentParser(
-        "python -m project.tools.sweep",
-        description=__doc__,
-        epilog="All other flags go to train.py.",
-        allow_abbrev=False,
-    )
+    words = f"{__doc__} All other flags go to train.py."
+    parser = argparse.ArgumentParser("python -m project.tools.sweep", description=words, allow_abbrev=False)
     parser.add_argument("--sweep", action="append", required=True, metavar="NAME=VALUES", help=Dimension.__doc__)
     parser.add_argument("--sweep_dir", type=Path, required=True, help="its folder; one that is there goes on")
     parser.add_argument("--trials", type=int, default=20, help="in all, failed and pruned ones too [20]")
-    parser.add_argument(
-        "--metric", default="val/loss", help="a column of metrics.csv; its best value counts [val/loss]"
-    )
+    parser.add_argument("--metric", default="val/loss", help="of metrics.csv; its best value counts [val/loss]")
     parser.add_argument("--mode", choices=("min", "max"), default="min", help="[min]")
-    parser.add_argument("--pruner", choices=("median", "hyperband", "none"), default="median", help="[median]")
+    parser.add_argument("--pruner", choices=("median", "none"), default="median", help="[median]")
     asked, flags = parser.parse_known_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -34,5 +34,6 @@ def bash(tmp_path_factory):
         (["python", "other.py", "--max_ep"], []),
     ],
 )
+@pytest.mark.slow
 def test_what_a_press_of_tab_offers(bash, words, expected):
     assert bash(*words) == expected
