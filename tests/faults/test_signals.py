@@ -71,15 +71,23 @@ def test_as_a_terminal_sends_it_to_every_process_at_once(job, table):
     table("Ctrl-C at a terminal, torchrun with workers", "exit 130, saved", stopped.seconds)
 
 
-@pytest.mark.parametrize("shape", ["1 process", pytest.param("2 processes", marks=pytest.mark.slow)])
-def test_in_validation(job, table, shape):
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ("1 process", "SIGTERM"),
+        pytest.param("1 process", "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("2 processes", "SIGTERM", marks=pytest.mark.slow),
+        pytest.param("2 of torchrun", "SIGUSR1", marks=pytest.mark.slow),
+    ],
+)
+def test_in_validation(job, table, shape, name):
     small = ("--data.eval_batch_size", "2", "--val_check_interval", "6")
-    stopped = start(job, shape, *small).when("train", 6).when("eval", 4).signal("SIGTERM").end()
-    assert stopped.codes == codes(stopped, "SIGTERM"), stopped.screen
+    stopped = start(job, shape, *small).when("train", 6).when("eval", 4).signal(name).end()
+    assert stopped.codes == codes(stopped, name), stopped.screen
     step = stopped.checkpoint()["global_step"]
     assert step % 6 == 0
     assert resumes_exactly(job, step, shape, *small)
-    table(f"SIGTERM in validation, {shape}", "exit 143, resumed exactly", stopped.seconds)
+    table(f"{name} in validation, {shape}", f"exit {CODE[name]}, resumed exactly", stopped.seconds)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +128,17 @@ class SlowIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def test_during_a_save(job, table):
-    one = job("--checkpoint.every_n_train_steps", "4", "--plugins", "tests.faults.test_signals.SlowIO")
-    one.wait(lambda: (one.folder / "saving").exists()).signal("SIGTERM").end()
-    assert one.codes == [143], one.screen
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [("1 process", "SIGTERM"), pytest.param("2 processes", "SIGTERM", marks=pytest.mark.slow)],
+)
+def test_during_a_save(job, table, shape, name):
+    one = start(job, shape, "--checkpoint.every_n_train_steps", "4", "--plugins", "tests.faults.test_signals.SlowIO")
+    one.wait(lambda: (one.folder / "saving").exists()).signal(name).end()
+    assert one.codes == codes(one, name), one.screen
     assert one.checkpoint()["global_step"] >= 4
     assert [p.name for p in (one.run / "checkpoints").iterdir()] == ["last.ckpt"]
-    table("SIGTERM during a save", "exit 143, the save is finished", one.seconds)
+    table(f"{name} during a save, {shape}", f"exit {CODE[name]}, the save is finished", one.seconds)
 
 
 @pytest.mark.parametrize("shape", ["1 process", "2 processes"])
