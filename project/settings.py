@@ -1,7 +1,9 @@
 """Our own flags, and what is refused before a run: settings that contradict each other, data the model cannot take."""
 
+import contextlib
+import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -16,6 +18,7 @@ from project.module import Module
 from project.scores import Scores
 from project.usage import DEFAULT_CLASSES, UsageError
 
+STEPS = ("training_step", "validation_step", "predict_step", "forward")
 IN_FEATURES = "model.init_args.net.init_args.in_features"
 # Asked of one run, so not part of the config that reruns it.
 ONCE = ("config", "ckpt_path", "run_dir", "output", "resume", "resume_changed", "init_weights")
@@ -94,6 +97,12 @@ def check_objects(command: str, model: L.LightningModule, data: L.LightningDataM
             model.configure_optimizers()
         except ValueError as e:
             raise UsageError(f"--optimizer, --lr_scheduler: {e}") from e
+        names = [f"{stage}/{name}" for stage in ("val", "train") for name in ("loss", *model.scores_of("val").metrics)]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # not in Lightning's annotations
+            wrong = getattr(callback, "monitor", None)
+            if wrong and wrong not in names and (near := difflib.get_close_matches(wrong, names, 1, 0.75)):
+                where = "--checkpoint.monitor" if isinstance(callback, Checkpoints) else type(callback).__name__
+                raise UsageError(f"{where}: nothing called {wrong} to monitor; did you mean {near[0]}?")
     if isinstance(data, StreamDataModule):
         data.trainer = trainer
         data.prepare_data(command)
@@ -101,8 +110,12 @@ def check_objects(command: str, model: L.LightningModule, data: L.LightningDataM
         if isinstance(model, Module) and not any(p.is_meta for p in model.parameters()):
             source, _ = data.part("predict" if command == "predict" else "train")
             for rows in (min(8, len(source)), 1):
+                batch = source.read(torch.arange(rows))
+                wide = batch[0].dtype in (torch.float64, torch.float16, torch.bfloat16)
+                if wide and trainer.precision == "32-true":
+                    raise UsageError(f"--data.source: read gives {batch[0].dtype} inputs; torch.float32 is expected.")
                 try:
-                    check_step(model, source.read(torch.arange(rows)), command)
+                    check_step(model, batch, command)
                     break
                 except (RuntimeError, MemoryError) as e:
                     must_be_memory(e)
@@ -121,14 +134,22 @@ def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> 
     Raises:
         ValueError: With what was tried, and what was said of it. An error of memory stands.
     """
+    own = {f for f in STEPS if getattr(type(model), f) is not getattr(Module, f)}
+    if "forward" in own or ("predict_step" in own if command == "predict" else own >= {*STEPS[:2]}):
+        return  # what the steps give to the net is up to them
+    if command != "predict" and len(batch) != 2:
+        raise ValueError(
+            f"--data.source: read gives {len(batch)} tensors; inputs and targets (x, y) are expected.\n"
+            "For others, override training_step and validation_step of project.module.Module."
+        )
     x, net, parameters = batch[0], type(model.net).__name__, [*model.net.parameters()]
     training = model.training
     with torch.no_grad(), torch.random.fork_rng(devices=[]):  # a net may draw, and must draw the same without this
         try:
             if parameters:
-                x = x.to(parameters[0].device, parameters[0].dtype)
+                x = x.to(parameters[0].device, parameters[0].dtype if x.is_floating_point() else x.dtype)
             pred = model.net.eval()(x)
-        except RuntimeError as e:
+        except (RuntimeError, TypeError) as e:
             if is_memory(e):
                 raise
             wants = [m.in_features for m in model.net.modules() if isinstance(m, torch.nn.Linear)][:1]
@@ -140,8 +161,9 @@ def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> 
             ) from None
         finally:
             model.train(training)
-        own = all(getattr(type(model), f) is not getattr(Module, f) for f in ("training_step", "validation_step"))
-        if command == "predict" or own or len(batch) < 2 or not isinstance(pred, torch.Tensor):
+        if not isinstance(pred, torch.Tensor):
+            raise ValueError(f"--model.net {net} gives a {type(pred).__name__}; a tensor of predictions is expected.")
+        if command == "predict":
             return
         loss, y = type(model.loss).__name__, batch[1].to(pred.device)
         if isinstance(model.loss, torch.nn.CrossEntropyLoss) and pred.ndim > 1 and pred.shape[1] == 1:
@@ -153,10 +175,20 @@ def check_step(model: Module, batch: tuple[torch.Tensor, ...], command: str) -> 
         tried = "--model.loss " + loss
         try:
             value = model.compute_loss(pred, y)
+            if value.numel() != 1:
+                raise ValueError(
+                    f"it gives a result of shape {list(value.shape)}; one number is expected: reduction mean"
+                )
             tried = "--model.metrics"
             model.measure("val", pred, y, value)
-            for scores in (m for m in model.modules() if isinstance(m, Scores)):
-                scores.settle()
+            scores = model.scores_of("val")
+            scores.settle()
+            for name, metric in scores.metrics.items():
+                tried = f"--model.metrics.{name}"
+                with contextlib.suppress(ValueError):  # not defined on so few rows
+                    found = cast(torchmetrics.Metric, metric).compute()
+                    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+                        raise TypeError("its result is not one number; choose an average, or a metric that is one")
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as e:
             if is_memory(e):
                 raise

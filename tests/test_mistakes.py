@@ -225,6 +225,11 @@ def test_a_config_that_is_none(in_file, text, expected):
         ("--max_steps", "--max_steps: expected a value"),
         ("predict", "predict needs --ckpt_path"),
         ("test --ckpt_path nowhere.ckpt", "--ckpt_path nowhere.ckpt: no such file"),
+        (
+            "--checkpoint.monitor val_loss",
+            "--checkpoint.monitor: nothing called val_loss to monitor; did you mean val/loss",
+        ),
+        ("--callbacks EarlyStopping --callbacks.monitor val_r2", "EarlyStopping: nothing called val_r2"),
         ("--output x.csv", "only predict writes such a file"),
         ("--optimizer.lr=-1", "--optimizer, --lr_scheduler: Invalid learning rate: -1.0"),
         ("--data.source.rows=20", "--data.drop_last false"),

@@ -377,6 +377,22 @@ def test_what_cannot_work_together_is_refused_before_training(module, batch, say
         check_step(module, batch, "fit")
 
 
+class Generates(Module):
+    """Gives its net something else than the inputs, and says so by steps of its own."""
+
+    def training_step(self, batch, batch_idx):
+        return self.net(torch.randn(len(batch[0]), 4)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def test_steps_of_the_users_own_decide_what_the_net_gets() -> None:
+    check_step(Generates(nn.Linear(4, 10)), FEW, "fit")
+    with pytest.raises(ValueError, match="refuses rows"):
+        check_step(Generates(nn.Linear(4, 10)), FEW, "predict")
+
+
 def test_trying_a_few_rows_first_leaves_no_trace() -> None:
     module = Module(nn.Sequential(nn.Linear(5, 1), nn.Dropout()), metrics={"r2": torchmetrics.R2Score()})
     before, drawn = copy.deepcopy(module.state_dict()), torch.random.get_rng_state()

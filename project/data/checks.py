@@ -23,9 +23,12 @@ def check_rows(data: "StreamDataModule", stage: str) -> None:
         source, part = data.part("train")
         rows, world, window = len(part), trainer.world_size, trainer.accumulate_grad_batches
         found = f"Too little data: {rows} training rows of {len(source)}"
+        if not len(source):
+            raise ValueError("No data: the source has 0 rows.\nSee --data.source, and what was said of rows left out.")
         if rows < world:
             raise ValueError(
-                f"{found} for {world} devices.\nGive more rows (--data.source, --data.split) or fewer --devices."
+                f"{found} for {world} device{'s' * (world > 1)}.\n"
+                "Give more rows (--data.source, --data.split) or fewer --devices."
             )
         if rows < data.effective_batch and data.drop_last:
             raise ValueError(

@@ -59,6 +59,10 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = int(step or 0)
+        if (
+            self._row
+        ):  # what a module logs itself at the end of a step bears, in Lightning, the number of the one before
+            step = max(step, self._row["step"])
         if self._row and self._row["step"] != step:
             self._finished.append(self._row)
             self._row = {}
@@ -73,9 +77,9 @@ class MetricsCSV(Logger):
         rows = [*self._finished, *([self._row] if self._row else [])]
         new = list({name: None for row in rows for name in row if name not in self._columns})
         if new or not self.path.exists():
-            with_current = self._read() if self.path.exists() else []
+            finished = self._read(self._end) if self.path.exists() else []
             self._columns += new
-            self._rewrite([row for row in with_current if not rows or int(row["step"]) < rows[0]["step"]])
+            self._rewrite(finished)
         with open(self.path, "r+", newline="") as file:
             file.seek(self._end)
             file.truncate()
@@ -116,9 +120,9 @@ class MetricsCSV(Logger):
             held = row | {n: value for n, value in held.items() if n.startswith("test/")}
         self._row = {**held, "step": step} if held else {}
 
-    def _read(self) -> list[dict[str, str]]:
-        """The rows on the disk, without a last line that was cut short by a kill."""
-        whole_lines = self.path.read_text().rpartition("\n")[0]
+    def _read(self, end: int | None = None) -> list[dict[str, str]]:
+        """The rows on the disk (up to a byte), without a last line that was cut short by a kill."""
+        whole_lines = self.path.read_bytes()[:end].decode().rpartition("\n")[0]
         return list(csv.DictReader(whole_lines.splitlines()))
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:

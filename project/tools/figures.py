@@ -66,6 +66,7 @@ def predictions(kind: str, pred: Tensor, target: Tensor) -> Figure:
         target: Targets [N, ...]; of several classes, their numbers.
     """
     figure, axes = _axes(3)
+    alone: dict[str, Any] = {"sync_on_compute": False}  # one rank draws; the others are not there to exchange anything
     if kind == "regression":
         _draw_regression(axes, pred.double().reshape(len(pred), -1), target.double().reshape(len(pred), -1))
     elif kind == "binary":
@@ -73,14 +74,16 @@ def predictions(kind: str, pred: Tensor, target: Tensor) -> Figure:
         area = float(F.classification.binary_auroc(pred, target))
         error = float(F.classification.binary_calibration_error(pred, target))
         titles = f"ROC, area {area:.4g}", f"calibration, error {error:.3g}"
-        _draw_classes(axes, titles, scores.BinaryROC(), scores.BinaryConfusionMatrix(), pred, target, pred, target)
+        _draw_classes(
+            axes, titles, scores.BinaryROC(**alone), scores.BinaryConfusionMatrix(**alone), pred, target, pred, target
+        )
     else:
         n, (sure, best) = pred.shape[1], pred.max(1)
         area = float(F.classification.multiclass_auroc(pred, target, n))
         error = float(F.classification.multiclass_calibration_error(pred, target, n))
-        roc = scores.MulticlassROC(n, average=None if n <= 10 else "macro")
+        roc = scores.MulticlassROC(n, average=None if n <= 10 else "macro", **alone)
         titles = f"ROC, each class against the rest, area {area:.4g}", f"calibration of the choice, error {error:.3g}"
-        matrix = scores.MulticlassConfusionMatrix(n)
+        matrix = scores.MulticlassConfusionMatrix(n, **alone)
         _draw_classes(axes, titles, roc, matrix, pred, target, sure, (best == target).long())
     return figure
 

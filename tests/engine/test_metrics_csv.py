@@ -95,3 +95,36 @@ def test_rows_reach_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
     assert [r["step"] for r in read(tmp_path)] == ["1", "2"]
     assert log.save_dir == str(tmp_path)
     assert (log.name, log.version) == ("", "")
+
+
+def test_what_a_module_logs_itself_one_step_back_is_of_the_same_step_and_costs_no_row(tmp_path):
+    """Lightning counts the steps of `self.log` from 0, the report from 1; a new column must not drop a finished row."""
+    log = MetricsCSV(tmp_path)
+    for step in (70, 75):
+        log.log_metrics({"train/loss": step}, step=step)
+        log.log_metrics({"my/l1": 1.0}, step=step - 1)
+        log.save()
+    log.log_metrics({"my/l1_epoch": 2.0}, step=74)
+    log.log_metrics({"val/loss": 3.0}, step=75)
+    log.log_metrics({"test/loss": 4.0}, step=75)
+    log.finalize("success")
+    first, second = read(tmp_path)
+    assert (first["step"], first["train/loss"], first["my/l1"]) == ("70", "70", "1.0")
+    assert {**second, "step": 75} == {
+        **{"step": 75, "train/loss": "75", "my/l1": "1.0"},
+        **{"my/l1_epoch": "2.0", "val/loss": "3.0", "test/loss": "4.0"},
+    }
+
+
+def test_a_new_column_keeps_every_row_that_is_finished(tmp_path):
+    log = MetricsCSV(tmp_path)
+    for step in range(5):
+        log.log_metrics({"a": step}, step=step)
+        log.save()
+    log.log_metrics({"b": 5}, step=5)
+    log.log_metrics({"c": 6}, step=6)
+    log.save()
+    log.log_metrics({"d": 6}, step=6)
+    log.finalize("success")
+    assert [r["step"] for r in read(tmp_path)] == [str(i) for i in range(7)]
+    assert read(tmp_path)[6] == {"step": "6", "a": "", "b": "", "c": "6", "d": "6"}
