@@ -111,8 +111,12 @@ def test_what_a_module_logs_itself_one_step_back_is_of_the_same_step_and_costs_n
     first, second = read(tmp_path)
     assert (first["step"], first["train/loss"], first["my/l1"]) == ("70", "70", "1.0")
     assert {**second, "step": 75} == {
-        **{"step": 75, "train/loss": "75", "my/l1": "1.0"},
-        **{"my/l1_epoch": "2.0", "val/loss": "3.0", "test/loss": "4.0"},
+        "step": 75,
+        "train/loss": "75",
+        "my/l1": "1.0",
+        "my/l1_epoch": "2.0",
+        "val/loss": "3.0",
+        "test/loss": "4.0",
     }
 
 
