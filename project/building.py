@@ -17,6 +17,17 @@ from project.run import Run, loggers
 from project.usage import UsageError
 
 
+class SavesAtEnd(L.Callback):
+    """Saves the end of a run before callbacks that then put other weights in, such as an average; Lightning lets
+    checkpoint callbacks come last."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.checkpoints.on_train_end(trainer, pl_module)
+
+
 def saves(config: dict[str, Any]) -> bool:
     """Whether a fit with these arguments of the Trainer keeps checkpoints of ours."""
     return not config["barebones"] and not config["fast_dev_run"] and config["enable_checkpointing"] is not False
@@ -63,7 +74,8 @@ def build(
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         config["profiler"] = config["profiler"] or NoProfiler()
     if checkpoints is not None:
-        callbacks.append(checkpoints)
+        callbacks += [checkpoints]
+        callbacks.insert(not bare, SavesAtEnd(checkpoints))
     elif config["enable_checkpointing"] is None and not bare:
         config["enable_checkpointing"] = any(isinstance(c, Checkpoint) for c in callbacks)
     if run is not None:

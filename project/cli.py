@@ -28,7 +28,18 @@ from project.resuming import (
 )
 from project.run import Run, environment, experiment, has_ended, output_file
 from project.settings import IN_FEATURES, ONCE, add_flags, check_objects, check_settings, net_size
-from project.summary import has_test, page, quiet, rows_words, say_end, say_resumed, say_scores, say_start, scored_words
+from project.summary import (
+    has_test,
+    page,
+    quiet,
+    rows_words,
+    say_end,
+    say_resumed,
+    say_scores,
+    say_start,
+    scored_words,
+    stopped_words,
+)
 from project.usage import Failed, Parser, Setting, UsageError, arguments, settings_typed
 
 DEFAULT_CONFIG = str(Path(__file__).parent.parent / "configs" / "linear.yaml")
@@ -164,17 +175,24 @@ class CLI(LightningCLI):
         steps = trainer.global_step - (trainer.global_step if first is None else first)
         if not steps and not self.finished:
             raise Failed("Nothing was trained: no optimizer step was made. See --max_epochs, --max_steps, the limits.")
+        learns = self.model.automatic_optimization and self.report in trainer.callbacks  # type: ignore[attr-defined]
+        if steps and learns and not {"train/loss", "train/epoch_loss"} & self.report.last.keys():
+            raise Failed(
+                "Nothing was learned: training_step returned no loss. Return it, or a dictionary with loss in it."
+            )
+        stopped = stopped_words(trainer)  # asked now: the checkpoint that is tested brings its own
         scores, tested = dict(self.report.last), "nothing: no test data, or none asked for"
         if has_test(self.datamodule, trainer):
             path = (saved.best_path or saved.last_path) if saved is not None else ""
             trainer.test(self.model, self.datamodule, ckpt_path=path or None, weights_only=True, verbose=False)
-            which = "best" if saved is not None and saved.best_path else "last"
+            best = next(iter(saved.best.items()), None) if saved is not None else None
+            which = f"best by {saved.monitor} ({best[1]:.6g})" if saved is not None and best else "last"
             tested = f"{Path(path).name}, the {which}" if path else "the weights in memory"
             tested += scored_words(self.model, "test")
             scores |= {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("test/")}
         if self.run is not None:
             rows, seconds = rows_words(self.datamodule, self.report.rows_used), time.monotonic() - self.begun
-            say_end(self.run.folder, steps, rows, tested, scores, seconds, self.report.memory.peak_words())
+            say_end(self.run.folder, steps, rows + stopped, tested, scores, seconds, self.report.memory.peak_words())
             self.run.ended()
             if self.config.report_page:
                 page(self.run.folder, self.model, self.datamodule, trainer, tested)

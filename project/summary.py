@@ -96,6 +96,7 @@ def say_end(
     print(f"trained     {steps:,} optimizer step{'s' * (steps != 1)}{rows}")
     print(f"tested      {tested}")
     epoch_loss = scores.pop("train/epoch_loss", None)
+    print("scores      train/ and val/ of the last epoch, test/ of what was tested")
     say_scores(scores if epoch_loss is None else {**scores, "train/loss": epoch_loss})
     print(f"time        {seconds:.1f} s; peak memory {memory}")
     print(f"results     {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())), flush=True)
@@ -126,6 +127,13 @@ def rows_words(data: L.LightningDataModule, used: int) -> str:
     why = ", ".join(f"{n:,} {reason}" for n, reason in left_out if n)
     words += f"; an epoch has {used_an_epoch:,} of {rows:,} rows: {why}" if why else f"; an epoch has all {rows:,} rows"
     return words + (f"; {skipped:,} bad rows skipped" if skipped else "")
+
+
+def stopped_words(trainer: L.Trainer) -> str:
+    """Which callback has ended training early, and for what reason, if one has."""
+    stops = [c for c in trainer.early_stopping_callbacks if getattr(c, "stopped_epoch", 0)]
+    why = (" ".join(str(getattr(c, "stopping_reason_message", None) or c.monitor).split()) for c in stops)
+    return "".join(f"; stopped early: {words}" for words in why)
 
 
 def scored_words(model: L.LightningModule, stage: str) -> str:

@@ -333,3 +333,26 @@ def test_an_error_in_the_data_is_told_in_words(run, own, here, workers):
     assert len(done.err.splitlines()) <= 5
     assert "has changed since this run opened it" in done.err
     assert (done.folder / "config.yaml").exists()
+
+
+FORGETS = """
+from project.module import Module
+class Forgets(Module):
+    def training_step(self, batch, batch_idx):
+        self.compute_loss(self(batch[0]), batch[1])
+"""
+
+
+def test_a_training_step_that_returns_no_loss_is_no_training(run, here, small):
+    (here / "forgets.py").write_text(FORGETS)
+    done = run(*small, "--model", "forgets.Forgets")
+    assert done.code == 1
+    assert "training_step returned no loss" in done.err
+
+
+def test_the_end_says_what_is_of_the_best_and_why_training_stopped_early(run, small):
+    stop = ["--callbacks", "EarlyStopping", "--callbacks.monitor", "val/loss", "--callbacks.patience", "1"]
+    done = run(*small[:-2], *stop, "--optimizer.lr", "0.9", "--max_epochs", "9")
+    assert "stopped early: " in done.out
+    assert "the best by val/loss (" in done.out
+    assert "scores      train/ and val/ of the last epoch, test/ of what was tested" in done.out

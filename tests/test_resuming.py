@@ -162,7 +162,7 @@ def test_after_a_failure_in_any_hook_nothing_is_missing_and_nothing_doubled(run,
     next_second()
     code, out, _ = run("--resume", "cut", config=None)
     assert code == 0
-    assert "tested      best-step=100.ckpt, the best; 50 rows" in out
+    assert "tested      best-step=100.ckpt, the best by val/loss (" in out
     assert_same_record("cut", whole)
     assert "complete" in run("--resume", "cut", config=None)[1]
 
@@ -435,3 +435,15 @@ def test_weights_of_another_model_are_refused_naming_the_config(run):
         assert code == 2
         assert "net.linear.weight is [1, 3], not [2, 3]" in err
         assert "--config first/config.yaml" in err
+
+
+@pytest.mark.parametrize("stop", ["37", "50"])
+def test_an_average_of_weights_goes_on_too(run, stop):
+    """At the end of training Lightning puts the average in the place of the weights: what is saved must be both."""
+    average = ["--callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--max_steps"]
+    assert run("--run_dir", "whole", *average, "75")[0] == run("--run_dir", "part", *average, stop)[0] == 0
+    assert run("--resume", "part", "--max_steps", "75", config=None)[0] == 0
+    a, b = (torch.load(f"{d}/checkpoints/last.ckpt", weights_only=True) for d in ("whole", "part"))
+    for state in ("state_dict", "current_model_state"):
+        assert a[state].keys() == b[state].keys()
+        assert all(torch.equal(value, b[state][name]) for name, value in a[state].items()), state

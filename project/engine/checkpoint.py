@@ -71,8 +71,7 @@ class Checkpoints(Checkpoint):
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, train_time_interval
         self.dirpath: Path | None = None
         self.best: dict[str, float] = {}  # file name → score, the best first
-        self._saved_step = -1
-        self._saved_time = 0.0
+        self._saved_step, self._saved_time, self._ended = -1, 0.0, False
 
     # ---- where things are
 
@@ -119,7 +118,7 @@ class Checkpoints(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_time = time.monotonic()
         self._saved_step = trainer.global_step if trainer.ckpt_path else -1
-        self._first_step = trainer.global_step
+        self._first_step, self._ended = trainer.global_step, False
         self._every = (trainer.log_every_n_steps or 50) * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             disk.say_room(trainer, self._path(""))
@@ -165,16 +164,17 @@ class Checkpoints(Checkpoint):
         stand = getattr(exception, "keeps_checkpoints", False)
         if trainer.state.fn != TrainerFn.FITTING or not began or trainer.world_size > 1 or stand:
             return
-        if trainer.global_step != self._saved_step:
-            try:
+        try:
+            if trainer.global_step != self._saved_step:
                 self.save(trainer)
-            except OSError as e:  # must not hide the first cause
-                log.error("Nothing could be saved after the failure: %s", e)
+        except OSError as e:  # must not hide the first cause
+            log.error("Nothing could be saved after the failure: %s", e)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # should_stop: a callback has ended the run since the last save, and a resumed one must know
-        if trainer.global_step != self._saved_step or trainer.should_stop:
+        if not self._ended and (trainer.global_step != self._saved_step or trainer.should_stop):
             self.save(trainer)
+        self._ended = True
 
     # ---- what
 
