@@ -63,7 +63,12 @@ def build(
     bare, dry = config["barebones"], config["barebones"] or config["fast_dev_run"]
     own_bar = any(isinstance(c, ProgressBar) for c in callbacks)
     report = Report(draw=config["enable_progress_bar"] is not False and not own_bar)
-    config = {**config, "strategy": strategy(config, model, data), "plugins": plugins(config["plugins"])}
+    try:
+        config = {**config, "strategy": strategy(config, model, data), "plugins": plugins(config["plugins"])}
+    except UsageError:
+        if run is not None:
+            run.discard()
+        raise
     if bare:
         report.first_step = 0  # which nobody will tell it
     else:

@@ -64,7 +64,7 @@ def together(ranks: list[Any]) -> list[Any]:
     [
         pytest.param("synthetic", "SGD", True, marks=pytest.mark.slow),
         ("npy", "Adam", True),
-        ("parquet", "Adam", False),
+        pytest.param("parquet", "Adam", False, marks=pytest.mark.slow),
     ],
 )
 def test_same_effective_batch_same_model(

@@ -406,6 +406,7 @@ def test_early_stopping_goes_on_from_the_end_of_an_epoch(run):
     assert last("cut")["global_step"] == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [("--max_epochs", "2"), ("--max_steps", "60")])
 def test_a_plateau_schedule_resumes_exactly(run, stop):
     plateau = ("--lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau", "--lr_scheduler.patience", "0")

@@ -24,7 +24,7 @@ def check_rows(data: "StreamDataModule", stage: str) -> None:
         rows, world, window = len(part), trainer.world_size, trainer.accumulate_grad_batches
         found = f"Too little data: {rows} training rows of {len(source)}"
         if not len(source):
-            raise ValueError("No data: the source has 0 rows.\nSee --data.source, and what was said of rows left out.")
+            raise ValueError(f"{found}: the source has none.\nSee --data.source, and what was said of rows left out.")
         if rows < world:
             raise ValueError(
                 f"{found} for {world} device{'s' * (world > 1)}.\n"

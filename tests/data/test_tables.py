@@ -402,6 +402,7 @@ print(len(source), float(source.read(torch.arange(len(source)))[0].double().sum(
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_convert_at_once(tmp_path: Path) -> None:
     path = csv(tmp_path, "a,y\n" + "".join(f"{i},1\n" for i in range(100_000)))
     command, pipe = [sys.executable, "-c", CONVERT, path], subprocess.PIPE
@@ -414,6 +415,7 @@ def test_two_jobs_convert_at_once(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / ".cache")) == 1
 
 
+@pytest.mark.slow
 def test_workers_read_through_forks_and_pickles(tmp_path: Path) -> None:
     source = TableSource(csv(tmp_path, "a,y\n" + "".join(f"{i},{i}\n" for i in range(9000))), target="y")
     source.read(ALL(10))

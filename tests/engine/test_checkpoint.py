@@ -221,6 +221,7 @@ def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_saves_never_tears_a_file(tmp_path):
     program = textwrap.dedent(
         """

@@ -18,6 +18,7 @@ from project.cli import main
 main()
 """
 FLAGS = ["--accelerator", "cpu", "--max_epochs", "2", "--data.source.rows", "8000", "--data.batch_size", "4"]
+FLAGS += ["--report_page", "false"]
 
 
 @pytest.fixture
@@ -30,6 +31,7 @@ def is_plain(text):
     return not [c for c in text if (ord(c) < 32 and c != "\n") or ord(c) == 127]
 
 
+@pytest.mark.slow
 def test_two_processes_into_a_pipe_and_a_file(tmp_path, script):
     command = f"set -o pipefail; {script} --devices 2 --run_dir two 2>&1 | tee out.log"
     out = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
@@ -44,6 +46,7 @@ def test_two_processes_into_a_pipe_and_a_file(tmp_path, script):
     assert lines[-1].startswith("epoch 1/2  train/loss ")
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_lines_and_an_able_one_a_bar(tmp_path, script):
     seen = {}
     for term in ("dumb", "xterm"):

@@ -37,7 +37,7 @@ class Slow(torch.nn.Linear):
         self.sleep, self.calls = sleep, {"train": 0, "eval": 0}
 
     def forward(self, x):
-        if self.training or torch.is_inference_mode_enabled():  # not the look at a few rows before a run begins
+        if self.training or len(x) != 8:  # not the look at eight rows before a run begins
             kind = "train" if self.training else "eval"
             self.calls[kind] += 1
             Path(f"{kind}-{os.environ.get('LOCAL_RANK', '0')}").write_text(str(self.calls[kind]))

@@ -65,6 +65,7 @@ def test_a_rank_that_is_killed(job, table, shape, rank):
     table(f"kill -9 of rank {rank}, {shape}", f"exit {one.codes[0]}", one.seconds)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_the_other_one_computes(job, table):
     """No collective tells the survivor: the one who started both notices."""
     one = job("--num_sanity_val_steps", "0", ranks=2, sleep=25).when("train", 1).signal("SIGKILL", 1).end()
@@ -94,6 +95,7 @@ class DiesEarly(L.Callback):
         time.sleep(25)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_before_the_first_step(job, table):
     one = job("--callbacks", "tests.faults.test_ranks.DiesEarly", ranks=2).end()
     assert one.codes == [1]

@@ -101,6 +101,7 @@ def test_values_that_are_not_finite_leave_gaps_and_long_runs_are_averaged():
     assert memory.get_ylim()[0] == 0
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_that_loads_and_runs_nothing(tmp_path):
     """... also where names in the folder are HTML or formulas: it may be a stranger's."""
     path = folder(tmp_path / "<script>alert(1)<script>")
@@ -140,6 +141,7 @@ def test_a_strangers_folder_runs_no_code(tmp_path, capsys):
     assert not (path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_several_runs_overlaid_and_the_settings_that_differ(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [folder(tmp_path / name, lr=lr) for name, lr in (("slow", 0.1), ("fast", 0.5))]
