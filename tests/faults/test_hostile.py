@@ -72,13 +72,13 @@ def test_an_object_in_a_checkpoint_is_refused_in_every_mode(theirs, refused, run
     for mode, argv in MODES.items():
         assert refuses(refused(*(a.format(theirs) for a in argv), *SMALL), theirs), mode
     assert refuses(refused("--resume", "run"), theirs)
-    tools = {"export": (export, ["run", "--format", "safetensors"]), "report": (report, ["run", "--predict"])}
+    tools = {"export": (export, ["run", "--format", "torch_export"]), "report": (report, ["run", "--predict"])}
     for name, (tool, argv) in tools.items():
         (Path("run") / "report.html").unlink(missing_ok=True)
         with pytest.raises(SystemExit, match="2"):
             tool.main(argv)
         assert refuses(capfd.readouterr().err, theirs), name
-        assert not {p.name for p in Path("run").iterdir()} & {"report.html", "model.safetensors"}
+        assert not {p.name for p in Path("run").iterdir()} & {"report.html", "model.pt2"}
     assert not Path("ran").exists()
     table("a pickled object in a checkpoint, every command", "exit 2, nothing of it ran", 0.0)
 
@@ -94,7 +94,7 @@ def test_class_paths_in_a_checkpoint_are_never_imported(theirs, run, table, mode
     for mode in modes:
         done = run(*(a.format("classes.ckpt") for a in MODES[mode]), *SMALL)
         assert done.code == 0, (mode, done.err)
-    export.main(["run", "--format", "safetensors", "--ckpt_path", "classes.ckpt"])
+    export.main(["run", "--format", "torch_export", "--ckpt_path", "classes.ckpt"])
     if len(modes) == len(MODES):
         shutil.copy("classes.ckpt", theirs)
         assert run("--resume", "run", "--max_epochs", "2").code == 0

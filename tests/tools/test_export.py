@@ -15,6 +15,8 @@ from project.module import Module
 from project.tools import export as tool
 from project.usage import Failed
 
+for package in ("onnx", "onnxscript", "onnxruntime", "safetensors"):  # of requirements-dev.txt
+    pytest.importorskip(package)
 TABLE = "project.data.tables.TableSource"
 
 

@@ -17,6 +17,7 @@ import torch
 from project.tools import sweep as tool
 from project.usage import UsageError
 
+pytest.importorskip("optuna")  # of requirements-dev.txt
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
 import os, sys, time
