@@ -358,14 +358,14 @@ def test_a_schedule_moves_once_an_optimizer_step(accumulate: int) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 / (1 + 12 // accumulate))
 
 
-FEW = (torch.randn(8, 5), torch.randn(8, 1))
+FEW = (100 * torch.randn(8, 5), torch.arange(8.0)[:, None])
 
 
 @pytest.mark.parametrize(
     ("module", "batch", "says"),
     [
         (Module(LinearModel(5, 1)), (torch.zeros(1, 7), FEW[1]), r"7 input columns.*LinearModel.*\n.*takes 5"),
-        (Module(LinearModel(5, 1), nn.BCELoss()), FEW, r"--model.loss BCELoss: .*\[8, 1\] from -.* between 0 and 1"),
+        (Module(LinearModel(5, 1), nn.BCELoss()), FEW, r"--model.loss BCELoss: .*\[8, 1\] from .* between 0 and 1"),
         (Module(LinearModel(5, 1), nn.CrossEntropyLoss()), FEW, "one output.*always 0.\n.*BCEWithLogitsLoss"),
         (Module(LinearModel(5, 2)), FEW, r"--model.loss MSELoss.*\[8, 2\].*\[8, 1\]"),
         (Module(LinearModel(5, 1), metrics={"acc": BinaryAccuracy()}), FEW, "--model.metrics: .*expected only"),
