@@ -120,14 +120,7 @@ def utilisation(device: torch.device, width: int, rows: int, steps: int) -> tupl
         optimizer.step()
 
     bare = seconds(lambda: [step() for _ in range(steps)], device, 3) / steps
-    flags = [
-        "--accelerator",
-        "gpu" if device.type == "cuda" else "cpu",
-        *FLAGS,
-        "stop",
-        "--model.net.width",
-        str(width),
-    ]
+    flags = ["--accelerator", "gpu" if device.type == "cuda" else "cpu", *FLAGS, "--model.net.width", str(width)]
     flags += ["--data.source.rows", str(rows * (steps + WARM)), "--data.batch_size", str(rows)]
     flags += ["--data.split", "[1.0, 0.0, 0.0]", "--callbacks+=benchmarks.gpu.Clock"]
     with tempfile.TemporaryDirectory() as folder, quiet():
